@@ -1,0 +1,82 @@
+"""What the scenario runner and the collectors may ask of an engine, native or foreign."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from workloads.spec import Sampling
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass
+class Generation:
+    """Tokens of one request. `top_logprobs[i]` are the (token id, log-probability) pairs at position i,
+    most probable first, as raw floats. `draft_token_ids[i]` is what the MTP block proposed for position i
+    from the state before it, -1 where there was none."""
+
+    id: str
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = "length"  # length | stop
+    first_token_s: float = 0.0  # seconds from submission to the first token
+    total_s: float = 0.0
+
+
+@dataclass
+class UpdateStats:
+    """Seconds by phase of one load or update on this rank, and bytes placed into parameters."""
+
+    read_s: float = 0.0
+    install_s: float = 0.0
+    post_process_s: float = 0.0
+    finish_s: float = 0.0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One logical piece of a live tensor, brought back to checkpoint layout, for localisation and for comparison
+    with the checkpoint itself.
+
+    tensor: audit path of the live tensor that holds it. name: e.g. `experts.5.w1` or `padding`.
+    value: the bytes, contiguous, checkpoint layout (may be a fresh copy).
+    source, region: checkpoint tensor and the (start, length) per dimension that it must equal; None for padding.
+    padding_value: the byte or number the parameter was created with; only for padding parts.
+    """
+
+    tensor: str
+    name: str
+    value: torch.Tensor
+    source: str | None = None
+    region: tuple[tuple[int, int], ...] = ()
+    padding_value: float | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Class of the tensors whose audit path matches `pattern` (fnmatch), with the reason shown to people."""
+
+    pattern: str
+    tensor_class: str  # weight | derived | constant | handle | runtime
+    reason: str
+
+
+class Engine(Protocol):
+    def start(self, checkpoint: str, via: str) -> UpdateStats: ...
+    def update(self, checkpoint: str, via: str) -> UpdateStats: ...
+    def roots(self) -> Mapping[str, nn.Module]: ...
+    def parts(self, root: str) -> Sequence[Part]: ...
+    def rules(self) -> Sequence[Rule]: ...
+    def runtime_tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def generate(self, prompts: Sequence[Prompt], params: Sampling) -> list[Generation]: ...
+    def stop(self) -> None: ...

@@ -1,0 +1,139 @@
+"""What a gang is told to do: plain data that crosses from the control side to the ranks as JSON.
+
+Standard library only. `orchestrator.schema` builds the same classes from configuration and adds the
+rules; nothing here validates.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from workloads.models.kimi_k3.config import KimiK3Config
+
+
+@dataclass
+class Parallelism:
+    """Rank = dp_rank * tp + tp_rank; the EP group of a rank is `rank // ep`, contiguous ranks."""
+
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    nodes: int = 1
+    gpus_per_node: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
+
+
+@dataclass
+class Model:
+    """One architecture with dimensions. `kimi_k3` holds them when `architecture == "kimi_k3"`."""
+
+    name: str = "kimi_k3_tiny"
+    architecture: str = "kimi_k3"
+    size: str = "proxy"  # proxy | full
+    expert_quantization: str = "mxfp4"  # mxfp4 | fp8
+    tokenizer: str = "byte"  # byte | checkpoint
+    kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
+
+
+@dataclass
+class Backend:
+    engine: str = "native"  # native | vllm
+    device: str = "cpu"  # cpu | cuda
+    arch: str = "cpu"  # cpu | sm90 | sm100
+    moe_kernel: str = "mega_moe"  # mega_moe | reference
+    communication: str = "gloo"  # gloo | nccl
+    max_model_len: int = 8192
+    max_batch_tokens: int = 8192  # tokens of one forward pass per data-parallel rank; sizes MegaMoE's buffer
+    max_requests: int = 64  # concurrent requests per data-parallel rank; sizes KV and states
+    python: str | None = None  # interpreter of the engine's own environment; None: this one
+
+
+@dataclass
+class Checkpoint:
+    """Weights to load: files at `path`, or (path None) generated from `seed`; optionally perturbed as a view."""
+
+    path: str | None = None
+    seed: int = 0
+    perturbation: str = "none"  # none | every_tensor | one_tensor | scales_only | expert_tagged
+    perturbation_seed: int = 1
+    perturbation_target: str = ""  # tensor name, for one_tensor
+
+
+@dataclass
+class Step:
+    """One step of a scenario.
+
+    do: start | update | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
+    via: for start `safetensors | dummy`; for update `layerwise | direct`.
+    name, collect: for observe: the observation's folder and the collectors that run
+    (`tensors`, `generations`, `gsm8k`, `throughput`, `memory`).
+    """
+
+    do: str
+    checkpoint: str = ""
+    via: str = ""
+    name: str = ""
+    collect: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Sampling:
+    """temperature 0 is greedy. `top_logprobs` token/log-probability pairs are kept per generated token."""
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    seed: int = 0
+    top_logprobs: int = 5
+
+
+@dataclass
+class GangSpec:
+    """Everything a rank needs. Written by the driver as `<output>/gang.json`.
+
+    output: folder of this gang; ranks write `rank-00003.log`, `progress-00003.jsonl`,
+    `lifecycle-00003.jsonl`, and `<observation>/tensors-00003.jsonl` … below it.
+    prompts: token-free prompt files by collector name, JSONL lines `{"id": str, "text": str}`.
+    """
+
+    name: str
+    output: str
+    model: Model
+    parallelism: Parallelism
+    backend: Backend
+    checkpoints: dict[str, Checkpoint]
+    checkpoint_dirs: dict[str, str]  # where each entry's base files lie (generated or given)
+    steps: list[Step]
+    sampling: dict[str, Sampling] = field(default_factory=dict)  # by collector name
+    prompts: dict[str, str] = field(default_factory=dict)
+    throughput: dict[str, int] = field(default_factory=dict)  # prompt_tokens, new_tokens, requests
+    faults: list[str] = field(default_factory=list)
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    collective_timeout_s: int = 600
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> "GangSpec":
+        return cls.from_dict(json.loads(path.read_text()))
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "GangSpec":
+        model = dict(raw["model"])
+        model["kimi_k3"] = KimiK3Config(**model["kimi_k3"])
+        return cls(
+            **{
+                **raw,
+                "model": Model(**model),
+                "parallelism": Parallelism(**raw["parallelism"]),
+                "backend": Backend(**raw["backend"]),
+                "checkpoints": {k: Checkpoint(**v) for k, v in raw["checkpoints"].items()},
+                "steps": [Step(**s) for s in raw["steps"]],
+                "sampling": {k: Sampling(**v) for k, v in raw["sampling"].items()},
+            }
+        )
