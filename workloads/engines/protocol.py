@@ -7,7 +7,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from workloads.loading.loader import UpdateStats
+from workloads.loading.weights import Part
 from workloads.spec import Sampling
+
+__all__ = ["Engine", "Generation", "Part", "Prompt", "Rule", "UpdateStats"]
 
 
 @dataclass(frozen=True)
@@ -30,36 +34,6 @@ class Generation:
     finish_reason: str = "length"  # length | stop
     first_token_s: float = 0.0  # seconds from submission to the first token
     total_s: float = 0.0
-
-
-@dataclass
-class UpdateStats:
-    """Seconds by phase of one load or update on this rank, and bytes placed into parameters."""
-
-    read_s: float = 0.0
-    install_s: float = 0.0
-    post_process_s: float = 0.0
-    finish_s: float = 0.0
-    nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class Part:
-    """One logical piece of a live tensor, brought back to checkpoint layout, for localisation and for comparison
-    with the checkpoint itself.
-
-    tensor: audit path of the live tensor that holds it. name: e.g. `experts.5.w1` or `padding`.
-    value: the bytes, contiguous, checkpoint layout (may be a fresh copy).
-    source, region: checkpoint tensor and the (start, length) per dimension that it must equal; None for padding.
-    padding_value: the byte or number the parameter was created with; only for padding parts.
-    """
-
-    tensor: str
-    name: str
-    value: torch.Tensor
-    source: str | None = None
-    region: tuple[tuple[int, int], ...] = ()
-    padding_value: float | None = None
 
 
 @dataclass(frozen=True)
