@@ -1,0 +1,246 @@
+"""The routed experts' kernel: its interface and two CPU references of MegaMoE's numerics.
+
+Both references compute what DeepGEMM's FP8xFP4 MegaMoE computes: rows quantised to FP8 per 32 columns, gate and up
+rounded to BF16, SiTU times the routing weight, FP8 again, the down projection rounded to BF16, a sum over slots. They
+differ in where they read weights from: `MegaMoEReference` the fused layout, `LoadedLayoutReference` the checkpoint's.
+
+The GPU kernel accumulates in float32. Here products are summed in float64, where the sum is exact: x and w have at
+most 18 and 4 significant bits below their block exponents, so K terms need 22 + log2(K) bits plus the spread of the
+exponents within the row, and 53 are there (a spread of 2^19 at K = 3584). An exact sum does not depend on its
+order, so neither batch shape nor sharding nor thread count can change a result.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workloads.kernels import mega_moe_layout as layout
+from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.moe_dispatch import combine, dispatch
+from workloads.kernels.quantization import dequantize_fp8_rows, dequantize_mxfp4, quantize_fp8_rows
+
+
+class ExpertWeights(NamedTuple):
+    """The local experts' weights in the layout of one kernel; what `MoEKernel.prepare` made of them.
+
+    Fused (MegaMoE): int8 [E, 2I, H/2], int32 [E, 2I, H/128] MN-major, int8 [E, H, I/2] (alias of the loaded w2),
+    int32 [E, H, I/128] MN-major. Loaded layout: the four checkpoint tensors themselves.
+    """
+
+    l1_weight: Tensor
+    l1_scale: Tensor
+    l2_weight: Tensor
+    l2_scale: Tensor
+
+
+class MoEKernel(Protocol):
+    """Routed experts with MXFP4 weights, expert-parallel over `group`."""
+
+    def prepare(
+        self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
+    ) -> ExpertWeights:
+        """Bring checkpoint tensors into the kernel's layout.
+
+        w13 uint8 [E, 2I, H/2] (gate rows above up rows), w13_scale uint8 [E, 2I, H/32], w2 uint8 [E, H, I/2],
+        w2_scale uint8 [E, H, I/32]; E local experts. With `into`, bytes are copied into that storage, every address
+        is kept and `into` is returned. ValueError when shapes do not fit each other, `into` or the kernel.
+        """
+        ...
+
+    def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The inverse of `prepare`: (w13, w13_scale, w2, w2_scale); parts that `prepare` aliased are aliases."""
+        ...
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        activation: SituParameters,
+    ) -> Tensor:
+        """x bf16 [T, H], topk_idx int64 [T, K] global ids (-1 masked), topk_weights float32 [T, K] -> bf16 [T, H].
+
+        Collective over `group` (None: this process holds all `num_experts`); T may be 0 and may differ by rank.
+        """
+        ...
+
+
+class MegaMoEReference:
+    """CPU reference of DeepGEMM's MegaMoE, reading the fused layout."""
+
+    def prepare(
+        self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
+    ) -> ExpertWeights:
+        experts, hidden, intermediate = _check_shapes(w13, w13_scale, w2, w2_scale)
+        layout.check_alignment(hidden, intermediate, layout.LAYOUT_MULTIPLE)
+        if into is None:
+            into = ExpertWeights(
+                layout.empty_l1_weight(experts, hidden, intermediate, w13.device),
+                layout.empty_scale(experts, 2 * intermediate, hidden, w13.device),
+                layout.fuse_l2_weight(w2),
+                layout.empty_scale(experts, hidden, intermediate, w2.device),
+            )
+        _check_same_shape("l2_weight", w2, into.l2_weight)
+        layout.fuse_l1_weight(w13, into.l1_weight)
+        layout.fuse_l1_scale(w13_scale, into.l1_scale)
+        layout.unfuse_l2_weight(into.l2_weight).copy_(w2)  # onto itself where w2 still is the alias
+        layout.fuse_l2_scale(w2_scale, into.l2_scale)
+        return into
+
+    def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return (
+            layout.unfuse_l1_weight(weights.l1_weight),
+            layout.unfuse_l1_scale(weights.l1_scale),
+            layout.unfuse_l2_weight(weights.l2_weight),
+            layout.unfuse_l2_scale(weights.l2_scale),
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        activation: SituParameters,
+    ) -> Tensor:
+        def expert(e: int) -> tuple[Tensor, Tensor]:
+            w13, w13_scale, w2, w2_scale = self.restore(ExpertWeights(*(t[e : e + 1] for t in weights)))
+            return dequantize_mxfp4(w13[0], w13_scale[0]), dequantize_mxfp4(w2[0], w2_scale[0])
+
+        _check_local_experts(weights, group, num_experts)
+        return _forward(x, topk_idx, topk_weights, expert, group, num_experts, activation)
+
+
+class LoadedLayoutReference:
+    """The same numerics on weights as the checkpoint lays them out; nothing is post-processed."""
+
+    def prepare(
+        self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
+    ) -> ExpertWeights:
+        _check_shapes(w13, w13_scale, w2, w2_scale)
+        loaded = ExpertWeights(w13, w13_scale, w2, w2_scale)
+        if into is None:
+            return loaded
+        for name, source, target in zip(ExpertWeights._fields, loaded, into, strict=True):
+            _check_same_shape(name, source, target)
+            target.copy_(source)
+        return into
+
+    def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return weights.l1_weight, weights.l1_scale, weights.l2_weight, weights.l2_scale
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        activation: SituParameters,
+    ) -> Tensor:
+        def expert(e: int) -> tuple[Tensor, Tensor]:
+            w13, w13_scale, w2, w2_scale = (t[e] for t in weights)
+            return dequantize_mxfp4(w13, w13_scale), dequantize_mxfp4(w2, w2_scale)
+
+        _check_local_experts(weights, group, num_experts)
+        return _forward(x, topk_idx, topk_weights, expert, group, num_experts, activation)
+
+
+def make_moe_kernel(name: str) -> MoEKernel:
+    """The kernel called `name` in `Backend.moe_kernel`, for CPU tensors: `mega_moe` or `reference`."""
+    kernels: dict[str, Callable[[], MoEKernel]] = {
+        "mega_moe": MegaMoEReference,
+        "reference": LoadedLayoutReference,
+    }
+    if name not in kernels:
+        raise ValueError(
+            f"backend.moe_kernel is {name!r}, which is no known kernel: choose one of {sorted(kernels)}."
+        )
+    return kernels[name]()
+
+
+def _forward(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    expert: Callable[[int], tuple[Tensor, Tensor]],
+    group: dist.ProcessGroup | None,
+    num_experts: int,
+    activation: SituParameters,
+) -> Tensor:
+    """Dispatch, run each local expert that received rows, combine. `expert(e)` gives float64 (w13, w2) of expert e."""
+    q, scales = quantize_fp8_rows(x)
+    rows = dispatch(q, scales, topk_idx, topk_weights, num_experts, group)
+    outputs = [x.new_empty((0, x.shape[1]), dtype=torch.bfloat16)]
+    start = 0
+    for e, count in enumerate(rows.counts):
+        if count:
+            part = slice(start, start + count)
+            w13, w2 = expert(e)
+            outputs.append(
+                _expert_rows(rows.x[part], rows.x_scale[part], rows.topk_weight[part], w13, w2, activation)
+            )
+        start += count
+    return combine(torch.cat(outputs), rows.routes)
+
+
+def _expert_rows(
+    x: Tensor, x_scale: Tensor, topk_weight: Tensor, w13: Tensor, w2: Tensor, activation: SituParameters
+) -> Tensor:
+    """One expert on its rows: float8 [R, H], uint8 [R, H/32], float32 [R] -> bf16 [R, H].
+
+    The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the combine would
+    round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
+    """
+    gate_up = dequantize_fp8_rows(x, x_scale) @ w13.T
+    gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
+    hidden = situ(gate, up, activation) * topk_weight.to(torch.float64).unsqueeze(-1)
+    h, h_scale = quantize_fp8_rows(hidden)
+    return (dequantize_fp8_rows(h, h_scale) @ w2.T).to(torch.bfloat16)
+
+
+def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:
+    """(E, H, I) of the four checkpoint tensors; ValueError unless they describe the same experts as uint8."""
+    experts, hidden, intermediate = w13.shape[0], 2 * w13.shape[-1], w13.shape[1] // 2
+    expected = {
+        "w13": (w13, (experts, 2 * intermediate, hidden // 2)),
+        "w13_scale": (w13_scale, (experts, 2 * intermediate, hidden // 32)),
+        "w2": (w2, (experts, hidden, intermediate // 2)),
+        "w2_scale": (w2_scale, (experts, hidden, intermediate // 32)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor.shape != shape or tensor.dtype != torch.uint8:
+            raise ValueError(
+                f"Expert tensor {name} is {tensor.dtype} {tuple(tensor.shape)}, but w13 of shape {tuple(w13.shape)} "
+                f"needs it as torch.uint8 {shape}: pass the MXFP4 bytes of one layer's local experts."
+            )
+    return experts, hidden, intermediate
+
+
+def _check_same_shape(name: str, source: Tensor, target: Tensor) -> None:
+    """ValueError when an update does not fit the storage it must keep; copy_ alone would broadcast."""
+    if source.shape != target.shape:
+        raise ValueError(
+            f"The update of {name} has shape {tuple(source.shape)}, but its storage has {tuple(target.shape)}: "
+            "an update in place needs the dimensions and the sharding of the first load."
+        )
+
+
+def _check_local_experts(weights: ExpertWeights, group: dist.ProcessGroup | None, num_experts: int) -> None:
+    """ValueError unless this rank holds its equal share of `num_experts`."""
+    ranks = 1 if group is None else dist.get_world_size(group)
+    local = weights.l1_weight.shape[0]
+    if local * ranks != num_experts:
+        raise ValueError(
+            f"This rank holds {local} experts and the group has {ranks} ranks, but num_experts is {num_experts}: "
+            "every rank must hold num_experts / ranks of them."
+        )

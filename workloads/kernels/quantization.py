@@ -1,0 +1,101 @@
+"""Block formats of quantised rows and experts: UE8M0 scales, FP8 E4M3, E2M1 and MXFP4.
+
+Every function accepts any leading dimensions; blocks run along the last one. Decoding is to float64, in
+which each of these formats (and each product of two of their values) is exact.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 32  # columns that share one UE8M0 scale, in MXFP4 and in MegaMoE's activations
+E8M0_BIAS = 127
+E8M0_NAN = 255
+FP8_MAX = 448.0  # largest finite E4M3
+FP8_AMAX_FLOOR = 1e-4  # amax below this is treated as this, so that an all-zero block has a scale
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
+E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """View [..., K] as [..., K/size, size]. ValueError when K is no multiple of `size`."""
+    columns = x.shape[-1]
+    if columns % size:
+        raise ValueError(
+            f"The last dimension is {columns}, which is no multiple of the scale block {size}: pad the columns first."
+        )
+    return torch.unflatten(x, -1, (columns // size, size))
+
+
+def encode_e8m0_ceil(x: Tensor) -> Tensor:
+    """Exponent byte of the smallest power of two >= x: float32 (positive) -> int32, not clamped.
+
+    Infinity gives 255 and NaN 256; the caller's clamp says what becomes of them.
+    """
+    bits = x.contiguous().view(torch.int32)
+    return ((bits >> 23) & 0xFF) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
+
+
+def decode_e8m0(scales: Tensor) -> Tensor:
+    """uint8 bytes b -> float64 2^(b-127); 255 -> NaN."""
+    # The float64 is assembled from bits: exp2 is not promised to be exact, and 2^-127 is a normal float64.
+    exponent = scales.to(torch.int64) + (1023 - E8M0_BIAS)
+    return (exponent << 52).view(torch.float64).masked_fill_(scales == E8M0_NAN, torch.nan)
+
+
+def quantize_fp8_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantise [..., K] bf16/float32 to (float8_e4m3fn [..., K], UE8M0 uint8 [..., K/group]).
+
+    Per group: amax = max(|x|, 1e-4); s = 2^ceil(log2(amax/448)); q = e4m3(x * (1/s)), ties to even (DeepGEMM's
+    per-token cast). Exponent bytes are clamped to 1..254; a NaN or infinite element becomes an E4M3 NaN.
+    """
+    blocks = _blocks(x.to(torch.float32), group)
+    amax = blocks.abs().amax(dim=-1).clamp_min_(FP8_AMAX_FLOOR)
+    exponents = encode_e8m0_ceil(amax / FP8_MAX).clamp_(1, 254)
+    inverse = decode_e8m0(2 * E8M0_BIAS - exponents).to(torch.float32)  # 1/s is the mirrored exponent
+    q = (blocks * inverse.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    return q, exponents.to(torch.uint8)
+
+
+def dequantize_fp8_rows(q: Tensor, scales: Tensor) -> Tensor:
+    """(float8_e4m3fn [..., K], UE8M0 uint8 [..., K/group]) -> float64 [..., K], exact."""
+    blocks = torch.unflatten(q.to(torch.float64), -1, (scales.shape[-1], -1))
+    return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+def encode_e2m1(x: Tensor) -> Tensor:
+    """Round [...] to the nearest E2M1 value -> uint8 codes 0..15; beyond 6 saturates.
+
+    Exact midpoints go towards zero (DeepGEMM's cast: the code counts the midpoints strictly below |x|; hardware
+    conversion would round half to even). The sign bit is kept on zero too. E2M1 has no NaN: mark it in the scale.
+    """
+    midpoints = torch.tensor(E2M1_MIDPOINTS, dtype=x.dtype, device=x.device)
+    codes = torch.bucketize(x.abs(), midpoints, out_int32=True).to(torch.uint8)
+    return codes | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def decode_e2m1(packed: Tensor) -> Tensor:
+    """uint8 [..., K/2], low nibble = even column -> float64 [..., K]."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=packed.device)
+    values = torch.cat([values, -values])
+    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # [byte, (low, high)]
+    return pairs.index_select(0, packed.reshape(-1).to(torch.int32)).reshape(*packed.shape[:-1], -1)
+
+
+def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [..., N, K] to (packed uint8 [..., N, K/2], UE8M0 uint8 [..., N, K/32]).
+
+    s = 2^ceil(log2(max(amax, 6*2^-126)/6)), so nothing saturates (OCP's floor rule would). A block that holds a
+    NaN or an infinity gets the scale byte 255 (NaN).
+    """
+    blocks = _blocks(w.to(torch.float32), BLOCK)
+    amax = blocks.abs().amax(dim=-1).clamp_min_(E2M1_MAX * 2.0**-126)
+    scales = encode_e8m0_ceil(amax / E2M1_MAX).clamp_(max=E8M0_NAN).to(torch.uint8)
+    codes = encode_e2m1((blocks.to(torch.float64) / decode_e8m0(scales).unsqueeze(-1)).flatten(-2))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def dequantize_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
+    """(packed uint8 [..., N, K/2], UE8M0 uint8 [..., N, K/32]) -> float64 [..., N, K], exact."""
+    blocks = _blocks(decode_e2m1(packed), BLOCK)
+    return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
