@@ -1,0 +1,1 @@
+"""Evidence: gathered on the ranks (tensors, generations, throughput, memory), scored and mirrored on the control side."""
