@@ -1,0 +1,25 @@
+"""Normalisations over the last dimension, computed in float64."""
+
+import torch
+
+from workloads.kernels.linear import round_to_bf16
+
+
+def rms_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, kept as a dimension of length 1; float64."""
+    wide = x.to(torch.float64)
+    return torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., H] times `rms_scale` times weight [H], as BF16 [..., H] rounded once.
+
+    The weight is not offset by one, and nothing is rounded between the scale and the weight.
+    """
+    return round_to_bf16(x.to(torch.float64) * rms_scale(x, eps) * weight.to(torch.float64))
+
+
+def l2_normalise(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """x [..., D] / sqrt(sum(x^2) + eps), as float64 [..., D]; `eps` sits inside the root."""
+    wide = x.to(torch.float64)
+    return wide * torch.rsqrt(wide.square().sum(dim=-1, keepdim=True) + eps)
