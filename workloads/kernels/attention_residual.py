@@ -19,7 +19,8 @@ def attention_residual_mix(
 
     blocks: BF16 [T,H] each, oldest first. prefix: BF16 [T,H]. norm_weight [H] and proj_weight [H] or [1,H].
     The logit of a stream v is (v * norm_weight * proj_weight).sum * rsqrt(mean v^2 + eps); the sum takes v itself.
-    Returns BF16 [T,H]. Without blocks the mix is the prefix.
+    Returns BF16 [T,H]. Without blocks the mix is the prefix. (Adding to the prefix needs no function here: torch's
+    BF16 addition goes through float32, whose 24 bits are enough to round a sum of two BF16 numbers correctly.)
     """
     if not blocks:
         return prefix
@@ -27,8 +28,3 @@ def attention_residual_mix(
     streams = torch.stack([*blocks, prefix]).to(torch.float64)
     logits = (streams @ direction).unsqueeze(-1) * rms_scale(streams, eps)
     return round_to_bf16((logits.softmax(dim=0) * streams).sum(dim=0))
-
-
-def residual_add(prefix: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """prefix + update, both BF16 of one shape, rounded once to BF16."""
-    return round_to_bf16(prefix.to(torch.float64) + update.to(torch.float64))

@@ -41,7 +41,8 @@ def mla_expanded(
             "write the segment's latents to the cache before attending."
         )
     nope = width - k_pe.shape[1]
-    expanded = linear_partial(c[:end], kv_b_weight).view(end, heads, -1).transpose(0, 1)
+    expanded = linear_partial(c[:end], kv_b_weight).view(end, heads, kv_b_weight.shape[0] // heads)
+    expanded = expanded.transpose(0, 1)
     shared = k_pe[:end].to(torch.float64).expand(heads, -1, -1)
     keys = torch.cat([expanded[..., :nope], shared], dim=-1)
     queries = q.to(torch.float64).transpose(0, 1) * width**-0.5

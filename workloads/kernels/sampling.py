@@ -49,8 +49,14 @@ def sample(
 
 
 def _invert(scores: torch.Tensor, u: float) -> int:
-    """The first id whose cumulated probability exceeds u; one of probability zero is never chosen."""
+    """The first id whose cumulated probability exceeds u; one of probability zero is never chosen.
+
+    Without a distribution (a NaN or an infinite score) the choice is greedy: the tokens of a model with broken
+    weights are evidence, and have to be valid ids.
+    """
     cumulated = (scores - scores.max()).exp().cumsum(dim=0)
+    if cumulated[-1].isnan():
+        return int(greedy(scores))
     return int(torch.searchsorted(cumulated, u * cumulated[-1], right=True))
 
 
@@ -58,10 +64,10 @@ def top_logprobs(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tens
     """The k most probable tokens of each row of logits [B,V], most probable first, the lower id among equals.
 
     Returns ids int64 [B,k] and natural log-probabilities float32 [B,k]. Order is decided on the logits themselves.
-    Log-probabilities are computed in float64 and rounded once, so that the order in which a batch shape or a
-    number of threads adds up the normaliser does not show.
+    Log-probabilities are computed in float64 to a relative error near 1e-15, those close to zero included, and
+    rounded once: the order in which a batch shape or a number of threads adds up the normaliser does not show.
     """
-    wide = logits.to(torch.float64)
-    values, ids = wide.sort(dim=-1, descending=True, stable=True)
-    top = values[:, :k] - wide.logsumexp(dim=-1, keepdim=True)
-    return ids[:, :k].contiguous(), top.to(torch.float32)
+    values, ids = logits.to(torch.float64).sort(dim=-1, descending=True, stable=True)
+    below = values - values[:, :1]
+    others = below[:, 1:].exp().sum(dim=-1, keepdim=True)
+    return ids[:, :k].contiguous(), (below[:, :k] - others.log1p()).to(torch.float32)
