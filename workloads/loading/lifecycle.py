@@ -21,13 +21,13 @@ class Lifecycle:
         self._sink = sink
         self._phase = "load"
         self._load = -1
-        self._via = ""
+        self.via = ""
         self.events: list[dict[str, Any]] = []
 
     def start_load(self, via: str) -> None:
         """A new load of every root begins."""
         self._load += 1
-        self._via = via
+        self.via = via
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -43,7 +43,7 @@ class Lifecycle:
             "root": root,
             "load": self._load,
             "event": event,
-            "via": self._via,
+            "via": self.via,
             "phase": self._phase,
             "module": module,
         }

@@ -102,6 +102,7 @@ class WeightModule(nn.Module):
         self.weights: dict[str, Weight] = {}
         self.padding_regions: dict[str, dict[Region, float]] = {}  # recorded by the latest load
         self.padding_filled = True
+        self.derived: set[str] = set()
 
     def add_weight(self, name: str, weight: Weight) -> None:
         self.weights[name] = weight
@@ -140,6 +141,7 @@ class WeightModule(nn.Module):
     def set_derived(self, name: str, value: torch.Tensor) -> None:
         """Store a tensor made from weights. A refresh is copied into the storage that exists, because a
         captured graph holds its address."""
+        self.derived.add(name)
         held = getattr(self, name, None)
         if held is None:
             setattr(self, name, value)
