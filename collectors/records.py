@@ -6,7 +6,8 @@ a broken last line, was cut short by a kill and says so when read. Standard libr
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,15 +26,25 @@ class RecordWriter:
 
     def write(self, kind: str, record: Mapping[str, Any]) -> None:
         line = json.dumps({"kind": kind, **record}, separators=(",", ":"), allow_nan=False)
-        self._file.write(line.encode() + b"\n")
+        with self._naming_the_file():
+            self._file.write(line.encode() + b"\n")
 
     def write_all(self, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:
             self.write(kind, record)
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._naming_the_file():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def close(self) -> None:
         if not self._file.closed:

@@ -1,0 +1,216 @@
+"""Turns what node parents and ranks reported into one typed failure that names the rank that began it."""
+
+import errno
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TAIL_LINES = 40
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+# What a rank says when another one went away or did not come: never the cause.
+_CONSEQUENCE = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (was )?closed|timed out|timeout|"
+    r"remote process exited|failed to (recv|send)|ncclRemoteError|ncclSystemError|connectFullMesh failed",
+    re.IGNORECASE,
+)
+_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+
+
+Position = tuple[
+    int, str
+]  # step index and "start" or "end" of a rank's last record; (-1, "end") before the first
+
+
+@dataclass
+class Failure:
+    """`error` of result.json. type: rank_killed, rank_failed, out_of_memory, disk_full, hang, connection_lost,
+    node_lost, node_failed, launch_failed, stopped, time_limit, preflight, checkpoint, code, judge."""
+
+    type: str
+    message: str
+    rank: int | None = None
+    node: int | str | None = None
+    log_tail: str = ""
+    stack: str = ""
+
+
+class AttemptError(Exception):
+    """An attempt ended without a verdict, for a reason with a type."""
+
+    def __init__(self, type: str, message: str, **evidence: Any) -> None:
+        super().__init__(f"{type}: {message}")
+        self.failure = Failure(type, message, **evidence)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self.failure)
+
+
+def tail(path: Path, lines: int = TAIL_LINES) -> str:
+    """Last lines of a log; empty where there is none."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 400 * lines))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+
+def stacks(log: Path, start: int | None) -> str:
+    """The stacks that a rank wrote when it was asked for them, from byte `start` of its log on."""
+    if start is None or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def place(stack: str) -> str:
+    """Where the main thread is: its innermost frame outside torch and the standard library's wrappers.
+
+    faulthandler writes the newest thread first, so the main thread's frames are the last block.
+    """
+    block = re.split(r"^(?:Current )?[Tt]hread .*$", stack, flags=re.MULTILINE)[-1]
+    frames = list(_FRAME.finditer(block))
+    own = [frame for frame in frames if "/torch/" not in frame["file"]] or frames
+    return f"{own[0]['function']} ({own[0]['file']}:{own[0]['line']})" if own else "no Python frame"
+
+
+def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) -> AttemptError | None:
+    """The failure that began it all, or None when no rank and no node reported one.
+
+    events: of the node parents. folders: gang name to gang folder. A death by a signal that nobody sent from
+    here and a rank's own error come first, in order of time; errors about other ranks only count without them.
+    """
+    for event in events:
+        if event["kind"] == "node_failed":
+            return _reported("node_failed", event["error"], node=event["node"])
+    exits = [event for event in events if event["kind"] == "rank_exited" and not event["stopped"]]
+    failed = sorted((event for event in exits if event["code"] != 0), key=_time)
+    own = [event for event in failed if not _is_consequence(event)]
+    if own:
+        return _rank_failure(own[0], folders)
+    if failed:
+        return _connection_lost(failed, events, folders)
+    return None
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    error = event["error"]
+    return float(error["time"] if error else event["time"])
+
+
+def _is_consequence(event: Mapping[str, Any]) -> bool:
+    error = event["error"]
+    if (
+        not error
+        or error["path"]
+        or error["type"]
+        not in (
+            "RuntimeError",
+            "DistError",
+            "DistBackendError",
+            "DistNetworkError",
+            "DistStoreError",
+        )
+    ):
+        return False
+    return bool(_CONSEQUENCE.search(error["message"]))
+
+
+def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptError:
+    """A failure that came with a report of `workloads.rank.failure_report`."""
+    message = f"{error['type']}: {error['message']}"
+    if error["errno"] in DISK_FULL:
+        kind, message = "disk_full", f"No space was left while writing {error['path']}: {error['message']}."
+    elif error["type"] in ("OutOfMemoryError", "MemoryError"):
+        kind = "out_of_memory"
+    return AttemptError(kind, message, stack=error["traceback"], **evidence)
+
+
+def _rank_failure(event: Mapping[str, Any], folders: Mapping[str, Path]) -> AttemptError:
+    rank = event["rank"]
+    log = folders[event["gang"]] / f"rank-{rank:05d}.log"
+    evidence = {"rank": rank, "node": event["node"], "log_tail": tail(log)}
+    if event["error"]:
+        return _reported("rank_failed", event["error"], **evidence)
+    where = f"Rank {rank} of gang {event['gang']!r}"
+    if event["signal"] is None:
+        return AttemptError(
+            "rank_failed", f"{where} exited with code {event['code']} and said nothing.", **evidence
+        )
+    hint = (
+        " Nobody here sent it: look for the kernel's OOM killer in dmesg."
+        if event["signal"] == "SIGKILL"
+        else ""
+    )
+    message = f"{where} was ended by {event['signal']}.{hint}"
+    return AttemptError("rank_killed", message, stack=stacks(log, 0) if hint == "" else "", **evidence)
+
+
+def _connection_lost(
+    failed: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]
+) -> AttemptError:
+    """Ranks complain about others, and none of those others has reported anything."""
+    gang = failed[0]["gang"]
+    started = {e["rank"]: e["node"] for e in events if e["kind"] == "rank_started" and e["gang"] == gang}
+    ended = {e["rank"] for e in events if e["kind"] == "rank_exited" and e["gang"] == gang}
+    silent = sorted(set(started) - ended)
+    first = failed[0]
+    complaint = f"rank {first['rank']} says {first['error']['message'].splitlines()[0]!r}"
+    evidence = {
+        "log_tail": tail(folders[gang] / f"rank-{first['rank']:05d}.log"),
+        "stack": first["error"]["traceback"],
+    }
+    if silent:
+        nodes = sorted({started[rank] for rank in silent})
+        message = f"Ranks {silent} on nodes {nodes} vanished without a report: {complaint}."
+        return AttemptError("node_lost", message, rank=silent[0], node=nodes[0], **evidence)
+    message = f"No rank of gang {gang!r} died by itself, yet {complaint}."
+    return AttemptError("connection_lost", message, rank=first["rank"], node=first["node"], **evidence)
+
+
+def hang(
+    gang: str,
+    folder: Path,
+    positions: Mapping[int, Position],
+    exits: Iterable[Mapping[str, Any]],
+    idle_s: float,
+) -> AttemptError:
+    """Names the ranks that keep the others waiting.
+
+    They are the ranks that are behind in their steps; where all are at the same step, those whose stack is
+    at another place than the stacks of most.
+    """
+    logs = {e["rank"]: stacks(folder / f"rank-{e['rank']:05d}.log", e["stacks_at"]) for e in exits}
+    at: dict[str, list[int]] = defaultdict(list)
+    for rank, stack in sorted(logs.items()):
+        at[place(stack)].append(rank)
+    ahead = max(positions.values(), default=(-1, "end"), key=_order)
+    behind = sorted(rank for rank, position in positions.items() if _order(position) < _order(ahead))
+    if not behind and len(at) > 1:
+        behind = min(at.values(), key=len)
+    places = "; ".join(
+        f"{_ranks(ranks)} in {where}" for where, ranks in sorted(at.items(), key=lambda i: len(i[1]))
+    )
+    step = f"step {ahead[0]}" if ahead[0] >= 0 else "its start"
+    message = f"Gang {gang!r} made no progress for {idle_s:.0f} s in {step}. Behind: {_ranks(behind)}. Where: {places}."
+    culprit = behind[0] if behind else min(logs, default=None)
+    log = folder / f"rank-{culprit:05d}.log" if culprit is not None else None
+    return AttemptError(
+        "hang",
+        message,
+        rank=culprit,
+        log_tail=tail(log) if log else "",
+        stack=logs.get(culprit, "") if log else "",
+    )
+
+
+def _order(position: Position) -> tuple[int, bool]:
+    return position[0], position[1] == "end"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return "ranks " + ", ".join(map(str, ranks)) if ranks else "no rank"

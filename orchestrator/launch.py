@@ -1,0 +1,151 @@
+"""Says how a set of gangs is started: one command for this machine, or one `srun` step over the allocation."""
+
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from orchestrator.failure import AttemptError
+from workloads.spec import GangSpec
+
+STEP_SCRIPT = Path(__file__).resolve().parents[1] / "slurm" / "step.sh"
+PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, so that no outgoing connection takes one
+# What a scheduler leaves in an environment steers the next srun without being asked to: a task count or a CPU
+# binding of the outer step, a partition of the submitting shell. SLURM_CONF only says where the cluster is.
+_SCHEDULER = re.compile(r"^(SLURM|SBATCH|SRUN|PMI|PMIX|SPANK)_")
+_KEPT = {"SLURM_CONF"}
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The Slurm job that the driver runs in. hosts: its nodes in order, the driver's own first."""
+
+    job: str
+    hosts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class GangSet:
+    """Gangs that run one after the other in the same node parents, on the same source tree."""
+
+    folder: Path
+    gangs: Sequence[GangSpec]
+    tree: Path  # the workloads/ and collectors/ below it run
+    parents: int = 1  # node parents: one on this machine, one a node on a cluster
+    python: str = sys.executable
+    environment: Mapping[str, str] = field(default_factory=dict)
+    image: str | None = None  # pyxis container of the ranks
+    mounts: Sequence[str] = ()
+
+    def write(self) -> None:
+        """`gangs.json` and each gang's `gang.json`."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = []
+        for spec in self.gangs:
+            Path(spec.output).mkdir(mode=0o700, parents=True, exist_ok=True)
+            files.append(Path(spec.output) / "gang.json")
+            spec.write(files[-1])
+        (self.folder / "gangs.json").write_text(json.dumps([str(file) for file in files]) + "\n")
+
+
+def find_allocation(variables: Mapping[str, str]) -> Allocation | None:
+    """The job whose batch step has these variables; None outside of a job."""
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    command = ["scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"]]
+    hosts = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
+    return Allocation(variables["SLURM_JOB_ID"], hosts)
+
+
+def free_port() -> int:
+    """A port that nothing on this machine uses. Rank 0 of a gang listens on it."""
+    for port in random.sample(PORTS, 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port
+    raise AttemptError(
+        "preflight", f"200 ports of {PORTS} were tried on {socket.gethostname()}: all are in use."
+    )
+
+
+def master_address(allocation: Allocation | None) -> str:
+    return "127.0.0.1" if allocation is None else allocation.hosts[0]
+
+
+def scheduler_variables(variables: Mapping[str, str]) -> list[str]:
+    """Names that are taken out of the environment of every step."""
+    return sorted(name for name in variables if _SCHEDULER.match(name) and name not in _KEPT)
+
+
+def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, str]:
+    """Variables of the node parents and their ranks: the driver's without the scheduler's, then our own."""
+    removed = set(scheduler_variables(os.environ))
+    variables = {name: value for name, value in os.environ.items() if name not in removed}
+    paths = [str(gang_set.tree), *filter(None, [variables.get("PYTHONPATH")])]
+    variables |= {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    if gang_set.gangs[0].backend.device == "cpu":
+        variables["OMP_NUM_THREADS"] = (
+            "1"  # the ranks of a node share its cores; threads do not survive a fork
+        )
+    if _on_one_machine(allocation):
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
+    return {**variables, **gang_set.environment}
+
+
+def _on_one_machine(allocation: Allocation | None) -> bool:
+    """Also true for a cluster whose nodes all live behind loopback addresses."""
+    if allocation is None:
+        return True
+    return all(socket.gethostbyname(host).startswith("127.") for host in allocation.hosts)
+
+
+def launch_command(gang_set: GangSet, allocation: Allocation | None) -> list[str]:
+    parallelism = gang_set.gangs[0].parallelism
+    node = [gang_set.python, "-m", "workloads.node", str(gang_set.folder)]
+    if allocation is None:
+        return [*node, "--node-rank", "0", "--ranks", f"0:{parallelism.ranks}", "--parent", str(os.getpid())]
+    if len(allocation.hosts) < parallelism.nodes:
+        raise AttemptError(
+            "launch_failed",
+            f"The layout needs {parallelism.nodes} nodes, job {allocation.job} has {len(allocation.hosts)}: "
+            f"{', '.join(allocation.hosts)}. Submit it with --nodes={parallelism.nodes}.",
+        )
+    return [*_srun(gang_set, allocation), "bash", str(STEP_SCRIPT), str(parallelism.gpus_per_node), *node]
+
+
+def _srun(gang_set: GangSet, allocation: Allocation) -> list[str]:
+    """Everything explicit: defaults of a step depend on options of the job, and on the release of Slurm."""
+    nodes = gang_set.gangs[0].parallelism.nodes
+    options = {
+        "jobid": allocation.job,
+        "nodes": nodes,
+        "ntasks": nodes,
+        "ntasks-per-node": 1,
+        "nodelist": ",".join(allocation.hosts[:nodes]),
+        "cpu-bind": "none",  # one task a node, whose ranks use all cores of it
+        "kill-on-bad-exit": 1,
+        "error": gang_set.folder / "node-%n.log",
+        "chdir": gang_set.tree,
+    }
+    if gang_set.gangs[0].backend.device == "cuda":
+        options["gpus-per-node"] = gang_set.gangs[0].parallelism.gpus_per_node
+    if gang_set.image is not None:
+        here = [f"{path}:{path}" for path in (gang_set.tree, gang_set.folder, STEP_SCRIPT.parent)]
+        options |= {
+            "container-image": gang_set.image,
+            "container-mounts": ",".join([*here, *gang_set.mounts]),
+        }
+    return ["srun", *(f"--{name}={value}" for name, value in options.items())]

@@ -1,0 +1,97 @@
+"""An engine without a model that can be told to fail: real processes, real collectives, nothing else."""
+
+import ctypes
+import os
+import resource
+import signal
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from workloads.engines.protocol import Generation, Part, Prompt, Rule, UpdateStats
+from workloads.spec import GangSpec, Sampling
+
+
+class ToyTokenizer:
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode()
+
+
+class ToyEngine:
+    """`via` of a step is `sum`, or `ACTION:RANK` with an action below; the other ranks wait in a collective."""
+
+    def __init__(self, spec: GangSpec, rank: int) -> None:
+        self.spec, self.rank = spec, rank
+        self.tokenizer = ToyTokenizer()
+        self.model = nn.Linear(2, 2)
+
+    def start(self, checkpoint: str, via: str) -> UpdateStats:
+        return self.update(checkpoint, via)
+
+    def update(self, checkpoint: str, via: str) -> UpdateStats:
+        action, _, victim = via.partition(":")
+        if victim and int(victim) == self.rank:
+            getattr(self, f"_{action}")()
+        total = torch.tensor([self.rank], dtype=torch.int64)
+        dist.all_reduce(total)
+        ranks = self.spec.parallelism.ranks
+        assert total.item() == ranks * (ranks - 1) // 2
+        return UpdateStats(nbytes=8)
+
+    def _raise(self) -> None:
+        raise ValueError("the toy was told to raise")
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _segfault(self) -> None:
+        ctypes.string_at(0)
+
+    def _exit(self) -> None:
+        os._exit(7)
+
+    def _full(self) -> None:
+        """From here on no file of this rank can grow, as on a full disk."""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    def _late(self) -> None:
+        time.sleep(1.0)
+
+    def _hang(self) -> None:
+        time.sleep(600)
+
+    def _deaf(self) -> None:
+        """Hangs, and SIGTERM does not end it; has a child of its own that left the process group."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.fork() == 0:
+            os.setsid()
+        time.sleep(600)
+
+    def roots(self) -> Mapping[str, nn.Module]:
+        return {"target": self.model}
+
+    def parts(self, root: str) -> Sequence[Part]:
+        return []
+
+    def rules(self) -> Sequence[Rule]:
+        return []
+
+    def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def kv_capacity_tokens(self) -> int:
+        return 0
+
+    def generate(self, prompts: Sequence[Prompt], params: Sampling) -> list[Generation]:
+        return [
+            Generation(p.id, len(p.token_ids), list(p.token_ids[: params.max_new_tokens])) for p in prompts
+        ]
+
+    def stop(self) -> None:
+        self.model = nn.Linear(1, 1)
