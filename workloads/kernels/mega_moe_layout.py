@@ -57,9 +57,8 @@ def l1_scale_view(fused: Tensor) -> Tensor:
     Interleaved row 128*block + 32*a + 16*b + 8*half + w is stored at row 128*block + 4*(16*b + 8*half + w) + a and
     came from row 64*block + 16*a + 8*b + w of gate (half 0) or up (half 1).
     """
-    rows = torch.unflatten(
-        _scale_bytes(fused), 2, (-1, 2, 2, GATE_UP_RUN, 4)
-    )  # [E, H/128, block, b, half, w, a, byte]
+    split = (-1, 2, 2, GATE_UP_RUN, 4)
+    rows = torch.unflatten(_scale_bytes(fused), 2, split)  # [E, H/128, block, b, half, w, a, byte]
     return rows.permute(0, 4, 2, 6, 3, 5, 1, 7)
 
 
@@ -71,17 +70,17 @@ def l2_scale_view(fused: Tensor) -> Tensor:
 
 def fuse_l1_weight(raw: Tensor, fused: Tensor) -> None:
     """Copy checkpoint rows uint8 [E, 2I, H/2] (gate above up) into the fused storage int8 [E, 2I, H/2]."""
-    _copy_into(l1_weight_view(fused), raw, "l1 weight")
+    _copy_into(l1_weight_view(fused), raw, fused.shape, "l1 weight")
 
 
 def fuse_l1_scale(raw: Tensor, fused: Tensor) -> None:
     """Copy checkpoint scales uint8 [E, 2I, H/32] (gate above up) into the fused storage int32 [E, 2I, H/128]."""
-    _copy_into(l1_scale_view(fused), raw, "l1 scale")
+    _copy_into(l1_scale_view(fused), raw, _raw_scale_shape(fused), "l1 scale")
 
 
 def fuse_l2_scale(raw: Tensor, fused: Tensor) -> None:
     """Copy checkpoint scales uint8 [E, H, I/32] into the fused storage int32 [E, H, I/128]."""
-    _copy_into(l2_scale_view(fused), raw, "l2 scale")
+    _copy_into(l2_scale_view(fused), raw, _raw_scale_shape(fused), "l2 scale")
 
 
 def unfuse_l1_weight(fused: Tensor) -> Tensor:
@@ -114,19 +113,24 @@ def _scale_bytes(fused: Tensor) -> Tensor:
     return fused.transpose(1, 2).unsqueeze(-1).view(torch.uint8)
 
 
-def _copy_into(view: Tensor, raw: Tensor, name: str) -> None:
-    """Copy `raw` [E, rows, columns] into a view whose first dimension is E and whose others split rows and columns.
+def _raw_scale_shape(fused: Tensor) -> tuple[int, ...]:
+    """Shape of the checkpoint scales that a fused int32 [E, mn, words] holds: [E, mn, 4*words]."""
+    return (*fused.shape[:2], 4 * fused.shape[2])
 
-    Shape and dtype are compared first: copy_ would broadcast one expert over all, and would turn the exponent
-    bytes of a float8_e8m0fnu tensor into the numbers they stand for.
+
+def _copy_into(view: Tensor, raw: Tensor, shape: tuple[int, ...], name: str) -> None:
+    """Copy `raw` into a view that splits its dimensions, after comparing dtype and shape.
+
+    copy_ alone would broadcast one expert over all, and would turn the exponent bytes of a float8_e8m0fnu tensor
+    into the numbers they stand for; equal sizes alone would let an expert with H and I swapped through.
     """
     if raw.dtype != torch.uint8:
         raise ValueError(
             f"The {name} must arrive as raw uint8 bytes, but it is {raw.dtype}: view it as uint8."
         )
-    if raw.dim() != 3 or raw.shape[0] != view.shape[0] or raw.numel() != view.numel():
+    if raw.shape != shape:
         raise ValueError(
-            f"The {name} has shape {tuple(raw.shape)}, which does not fit the fused storage of "
-            f"{view.shape[0]} experts and {view.numel()} bytes: load the tensor of the same model and rank."
+            f"The {name} has shape {tuple(raw.shape)}, but the fused storage holds {tuple(shape)}: "
+            "load the tensor of the same model and the same expert-parallel share."
         )
     view.copy_(raw.reshape(view.shape))

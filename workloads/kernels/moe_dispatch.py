@@ -45,8 +45,9 @@ def dispatch(
 
     x float8_e4m3fn [T, H], x_scale uint8 [T, H/32], topk_idx int64 [T, K] global ids (negative: masked),
     topk_weights float32 [T, K]. group None: all experts are here and nothing is sent.
-    ValueError when num_experts is not divisible by the group or an id is out of range.
+    ValueError when num_experts is not divisible by the group, an id is out of range or a dtype is another.
     """
+    _check_dtypes(x, x_scale, topk_idx, topk_weights)
     flat_idx = topk_idx.reshape(-1)
     local_experts = _local_experts(flat_idx, num_experts, group)
     pairs = torch.nonzero(flat_idx >= 0).squeeze(1)
@@ -90,6 +91,21 @@ def combine(rows: Tensor, routes: Routes) -> Tensor:
     for slot in range(routes.slots):
         total += slots[:, slot]
     return total.to(torch.bfloat16)
+
+
+def _check_dtypes(x: Tensor, x_scale: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    """ValueError for a dtype whose bytes the receiver would misread."""
+    expected = {
+        "x": (x, torch.float8_e4m3fn),
+        "x_scale": (x_scale, torch.uint8),
+        "topk_idx": (topk_idx, torch.int64),
+        "topk_weights": (topk_weights, torch.float32),
+    }
+    for name, (tensor, dtype) in expected.items():
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but MegaMoE takes {dtype}: convert it before the dispatch."
+            )
 
 
 def _local_experts(flat_idx: Tensor, num_experts: int, group: dist.ProcessGroup | None) -> int:

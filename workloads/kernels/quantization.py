@@ -47,13 +47,16 @@ def quantize_fp8_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
     """Quantise [..., K] bf16/float32 to (float8_e4m3fn [..., K], UE8M0 uint8 [..., K/group]).
 
     Per group: amax = max(|x|, 1e-4); s = 2^ceil(log2(amax/448)); q = e4m3(x * (1/s)), ties to even (DeepGEMM's
-    per-token cast). Exponent bytes are clamped to 1..254; a NaN or infinite element becomes an E4M3 NaN.
+    per-token cast). Exponent bytes are clamped to 1..254. NaN stays NaN; infinity saturates to 448 * 2^127, as the
+    hardware's conversion does.
     """
     blocks = _blocks(x.to(torch.float32), group)
     amax = blocks.abs().amax(dim=-1).clamp_min_(FP8_AMAX_FLOOR)
     exponents = encode_e8m0_ceil(amax / FP8_MAX).clamp_(1, 254)
     inverse = decode_e8m0(2 * E8M0_BIAS - exponents).to(torch.float32)  # 1/s is the mirrored exponent
-    q = (blocks * inverse.unsqueeze(-1)).flatten(-2).to(torch.float8_e4m3fn)
+    scaled = (blocks * inverse.unsqueeze(-1)).flatten(-2)
+    # Clamped here, because versions of torch differ in whether their conversion saturates or gives NaN.
+    q = scaled.clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return q, exponents.to(torch.uint8)
 
 
