@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from workloads.kernels import sampling as sampling_module
 from workloads.kernels.sampling import greedy, sample, top_logprobs, uniform
 
 torch.set_num_threads(1)
@@ -66,6 +67,14 @@ def test_sample_follows_the_tempered_distribution(temperature: float) -> None:
     assert chi_square < 16.27  # 99.9 % point with 3 degrees of freedom; the draws are fixed
 
 
+def test_sample_never_takes_an_impossible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of [0, 1) the draw meets the edge of a token of probability zero."""
+    logits = torch.tensor([[-math.inf, 0.0, 0.3, -math.inf]])
+    for u, expected in ((0.0, 1), (1 - 2.0**-53, 2)):
+        monkeypatch.setattr(sampling_module, "uniform", lambda *_, u=u: u)
+        assert sample(logits, 1.0, 0, ["a"], [0]).tolist() == [expected]
+
+
 def test_sample_refuses_a_negative_temperature() -> None:
     with pytest.raises(ValueError, match=r"temperature is -0\.5"):
         sample(random_logits(1), -0.5, 0, ["a"], [0])
@@ -107,5 +116,5 @@ def test_logprob_of_a_near_certain_token_keeps_its_digits() -> None:
     """log softmax by subtraction would give 0 here, or noise that differs between batch shapes."""
     _, logprobs = top_logprobs(torch.tensor([[0.0, 40.0, 1.0]]), 3)
     expected = -math.log1p(math.exp(-39) + math.exp(-40))
-    assert logprobs[0, 0].item() == pytest.approx(expected, rel=1e-7)
+    assert logprobs[0, 0].item() == pytest.approx(expected, rel=1e-7, abs=0)
     assert logprobs[0, 1:].tolist() == [-39, -40]

@@ -163,12 +163,13 @@ def _chunk(
 def _decayed_scores(
     q: torch.Tensor, k: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum_d x_id exp(G_id - G_jd) k_jd for x = k and x = q, each [H,C,C]; meaningful for j <= i.
+    """sum_d x_id exp(G_id - G_jd) k_jd for x = k and x = q, each [H,C,C], for j <= i.
 
-    The difference is taken before the exponential: exp(G_i) * exp(-G_j) would overflow once |G| exceeds 709,
-    and is 0 * inf soon after. For j <= i the difference is never positive; the clamp keeps the unused half finite.
+    The difference is taken before the exponential, where it is never positive: the factors of
+    exp(G_i) * exp(-G_j) overflow and vanish once |G| exceeds 709. Entries j > i may be infinite or NaN; the
+    caller selects the lower triangle.
     """
-    between = (total.unsqueeze(2) - total.unsqueeze(1)).clamp_(max=0).exp_()
+    between = (total.unsqueeze(2) - total.unsqueeze(1)).exp_()
     between *= k.unsqueeze(1)
     scores = between @ torch.stack([k, q], dim=-1)
     return scores[..., 0], scores[..., 1]
