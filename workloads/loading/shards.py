@@ -170,6 +170,9 @@ def _read_shard(path: Path) -> ShardFile:
         raw = file.read(length)
     header = _json_object(path, raw)
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        found = type(metadata).__name__
+        raise CheckpointError(f"{path}: '__metadata__' is a {found}, expected a JSON object. {again}")
     parsed = [_parse_entry(path, name, entry) for name, entry in header.items()]
     broken = [entry for entry in parsed if isinstance(entry, str)]
     if broken:
