@@ -1,0 +1,231 @@
+"""From a command line to composed configs: Hydra's grammar, groups and basic sweeper, nothing run or written.
+
+Hydra's own multirun composes every job twice, creates folders and stops at the first bad job. Here each
+distinct choice of groups is composed once by Hydra's loader and every job's values are applied to a copy by
+the same function that Hydra uses, so all problems of all jobs come back together.
+"""
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from orchestrator.messages import explain, known_keys, unknown_key
+from orchestrator.schema import Root
+
+CONFIG_NAME = "config"
+GROUPS = ("model", "parallelism", "backend", "load_path", "cluster")  # whose choices label a cell
+
+
+@dataclass
+class Composed:
+    """One cell's config, or what is wrong with it. `labels` tell it from its neighbours in a table."""
+
+    overrides: tuple[str, ...]
+    labels: dict[str, str] = field(default_factory=dict)
+    root: Root | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+class ConfigError(Exception):
+    """The command line or a file of conf/ is wrong, before single cells can be told apart."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+def conf_dir() -> Path:
+    """conf/ lies inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "conf"
+    return inside if inside.is_dir() else package.parent / "conf"
+
+
+def group_options() -> dict[str, list[str]]:
+    """Options by group, for `--help` and messages."""
+    root = conf_dir()
+    return {
+        group.name: sorted(file.stem for file in group.glob("*.yaml"))
+        for group in sorted(root.iterdir())
+        if group.is_dir() and not group.name.startswith(("_", "."))
+    }
+
+
+def compose(
+    arguments: Sequence[str], multirun: bool = False, config_dir: str | None = None
+) -> list[Composed]:
+    """Every cell that the overrides `arguments` describe.
+
+    Raises ConfigError with all problems of the command line itself; problems of single cells are in them.
+    """
+    extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+        assert isinstance(loader, ConfigLoaderImpl)
+        return _Composer(loader, extra).compose(arguments, multirun)
+
+
+class _Composer:
+    def __init__(self, loader: ConfigLoaderImpl, hydra_overrides: list[str]) -> None:
+        self._loader = loader
+        self._hydra_overrides = hydra_overrides
+        self._is_group = functools.cache(loader.repository.group_exists)
+        self._parse = functools.cache(self._parse_one)
+        self._base = functools.cache(self._compose_groups)
+
+    def compose(self, arguments: Sequence[str], multirun: bool) -> list[Composed]:
+        overrides = self._parse_all(arguments)
+        self._hydra_overrides += [o.input_line for o in overrides if o.is_hydra_override() and o.input_line]
+        overrides = [o for o in overrides if not o.is_hydra_override()]
+        hydra = self._hydra_node(overrides)
+        if multirun or hydra.mode == RunMode.MULTIRUN:
+            overrides = [*self._parse_all(_sweeper_params(hydra)), *overrides]
+        elif swept := [o.input_line for o in overrides if o.is_sweep_override()]:
+            raise ConfigError(
+                [
+                    f"{line} names several values: add -m for one cell per value, or quote it."
+                    for line in swept
+                ]
+            )
+        [jobs] = BasicSweeper.split_arguments(overrides, None)
+        swept_keys = {o.key_or_group for o in overrides if o.is_sweep_override()}
+        return [self._cell(tuple(job), swept_keys) for job in jobs]
+
+    def _parse_one(self, text: str) -> Override:
+        return OverridesParser.create().parse_overrides([text])[0]
+
+    def _parse_all(self, arguments: Sequence[str]) -> list[Override]:
+        """Parsed, and every group option known."""
+        parsed, problems = [], []
+        for text in arguments:
+            try:
+                override = self._parse(text)
+            except HydraException as error:
+                problems.append(explain(error, text))
+                continue
+            parsed.append(override)
+            problems += self._unknown_options(override)
+        if problems:
+            raise ConfigError(problems)
+        return parsed
+
+    def _unknown_options(self, override: Override) -> list[str]:
+        group = override.key_or_group
+        if override.is_delete() or not self._is_group(group):
+            return []
+        options = self._loader.get_group_options(group)
+        chosen = (
+            list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
+        )
+        known = ", ".join(options)
+        return [
+            f"{group}={value} is not an option; {group} is one of: {known}."
+            for value in chosen
+            if isinstance(value, str) and value.strip("'\"") not in options
+        ]
+
+    def _hydra_node(self, overrides: Sequence[Override]) -> Any:
+        """Hydra's own part of the config, with what an experiment file sets in it."""
+        fixed = [o for o in overrides if not o.is_sweep_override() and self._is_group(o.key_or_group)]
+        try:
+            return self._load([o.input_line or "" for o in fixed], RunMode.MULTIRUN).hydra
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError([explain(error)]) from error
+
+    def _load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
+        return self._loader.load_configuration(CONFIG_NAME, [*self._hydra_overrides, *overrides], mode)
+
+    def _compose_groups(self, choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+        """The config of one choice of groups, and the choices that experiment files made beside them."""
+        config = self._load(choices, RunMode.RUN)
+        made = {name: str(option) for name, option in config.hydra.runtime.choices.items()}
+        with open_dict(config):
+            del config["hydra"]
+        return config, made
+
+    def _cell(self, job: tuple[str, ...], swept_keys: set[str]) -> Composed:
+        cell = Composed(job)
+        overrides = [self._parse(text) for text in job]
+        try:
+            base, made = self._base(tuple(t for t, o in zip(job, overrides, strict=True) if self._selects(o)))
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            cell.problems.append(explain(error))
+            return cell
+        cell.labels = {group: made[group] for group in GROUPS if group in made}
+        cell.labels |= {
+            o.key_or_group: o.get_value_element_as_str()
+            for o in overrides
+            if o.key_or_group in swept_keys and not self._selects(o)
+        }
+        values = [o for o in overrides if not self._selects(o)]
+        with _restored(base, {o.key_or_group.partition(".")[0] for o in values}):
+            for override in values:
+                cell.problems += _apply(override, base)
+            if not cell.problems:
+                _to_root(base, cell)
+        return cell
+
+    def _selects(self, override: Override) -> bool:
+        """Whether it selects an option of a group, and does not set a value."""
+        return self._is_group(override.key_or_group) and not isinstance(override.value(), dict)
+
+
+@contextmanager
+def _restored(config: DictConfig, sections: Iterable[str]) -> Iterator[None]:
+    """Puts the top-level `sections` back afterwards: copying only these is much cheaper than the whole."""
+    saved = {name: copy.deepcopy(config._get_node(name)) for name in sections if name in config}
+    try:
+        yield
+    finally:
+        with flag_override(config, "no_deepcopy_set_nodes", True):
+            for name, node in saved.items():
+                config[name] = node
+
+
+def _apply(override: Override, config: DictConfig) -> list[str]:
+    """Sets one value; returns what is wrong with it."""
+    parent, _, key = override.key_or_group.rpartition(".")
+    try:
+        known = known_keys(config, parent)
+        if known and key not in known:  # Hydra lets `+key=value` add keys even to typed nodes
+            return [unknown_key(override.key_or_group, known)]
+        ConfigLoaderImpl._apply_overrides_to_config([override], config)
+    except (HydraException, OmegaConfBaseException) as error:
+        return [explain(error, override.input_line)]
+    return []
+
+
+def _to_root(config: DictConfig, cell: Composed) -> None:
+    try:
+        root = OmegaConf.to_object(config)
+    except OmegaConfBaseException as error:
+        cell.problems.append(explain(error))
+        return
+    assert isinstance(root, Root), "the first entry of the defaults list of config.yaml is the schema"
+    cell.root = root
+
+
+def _sweeper_params(hydra: Any) -> list[str]:
+    if not str(hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper"):
+        raise ConfigError(
+            [
+                f"hydra.sweeper is {hydra.sweeper.get('_target_')}; cells are planned by Hydra's basic sweeper only."
+            ]
+        )
+    return [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]

@@ -1,0 +1,151 @@
+"""Freezes a validated config into a cell: plain data, canonical JSON, an id that is the hash of what it measures."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from orchestrator import provenance
+from orchestrator.schema import Arm, LoadPath, Root
+
+FORMAT = 1
+FRESH = "fresh"  # the observation of a reference; `fresh.new` in a check names the one on checkpoint `new`
+SKIPPABLE = {"gsm8k": "gsm8k", "throughput": "throughput"}  # collector -> rule that needs it
+
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A fresh start that checks compare with. `key` names its folder in the store; `collect` what it gathers."""
+
+    key: str
+    arm: str
+    checkpoint: str
+    collect: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{FRESH}.{self.checkpoint}"
+
+
+def freeze(root: Root, labels: dict[str, str]) -> Cell:
+    """The cell of one config. Raises `provenance.ProvenanceError` when an arm's tree or an input file is not there."""
+    load_path, collect = _without_skipped(root)
+    arms = {"candidate": _freeze_arm(root.code.candidate), "base": None}
+    if root.code.base.path is not None or root.code.base.commit is not None:
+        arms["base"] = _freeze_arm(root.code.base)
+    faults = ",".join(root.code.candidate.faults)
+    return {
+        "format": FORMAT,
+        "experiment": root.name,
+        "labels": {**labels, **({"faults": faults} if faults else {})},
+        "model": asdict(root.model),
+        "parallelism": asdict(root.parallelism),
+        "backend": asdict(root.backend),
+        "load_path": load_path,
+        "checkpoints": {name: asdict(checkpoint) for name, checkpoint in root.checkpoints.items()},
+        "inputs": _inputs(root),
+        "code": arms,
+        "collect": collect,
+        "policy": asdict(root.policy),
+        "cluster": {**asdict(root.cluster), "env": {k: str(v) for k, v in root.cluster.env.items()}},
+    }
+
+
+def canonical(data: Any) -> bytes:
+    """One spelling per value: sorted keys, no spaces, UTF-8."""
+    return json.dumps(
+        data, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def digest(data: Any) -> str:
+    return hashlib.sha256(canonical(data)).hexdigest()
+
+
+def cell_id(cell: Cell) -> str:
+    """SHA-256 of what the cell measures. Where and under which name it runs, and how long one waits, is left out."""
+    identity = {key: cell[key] for key in ("format", "model", "parallelism", "backend", "load_path")}
+    identity |= {key: cell[key] for key in ("checkpoints", "inputs", "collect")}
+    identity["code"] = {name: _arm_identity(arm) for name, arm in cell["code"].items()}
+    identity["policy"] = {"coverage": cell["policy"]["coverage"]}
+    identity["image"] = _image(cell)
+    return digest(identity)
+
+
+def references(cell: Cell) -> list[Reference]:
+    """The fresh starts that the cell's checks name, for every arm."""
+    needs: dict[str, set[str]] = {}
+    for check in cell["load_path"]["checks"]:
+        for side in (check["left"], check["right"]):
+            name, _, checkpoint = side.partition(".")
+            if name == FRESH:
+                wanted = "generations" if check["rule"] == "same_generations" else "tensors"
+                needs.setdefault(checkpoint, set()).add(wanted)
+    return [
+        Reference(_reference_key(cell, arm, checkpoint, collect), arm, checkpoint, tuple(sorted(collect)))
+        for arm in ("candidate", "base")
+        if cell["code"][arm] is not None
+        for checkpoint, collect in needs.items()
+    ]
+
+
+def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> str:
+    identity = {key: cell[key] for key in ("format", "model", "parallelism", "backend")}
+    identity["arm"] = _arm_identity(cell["code"][arm])
+    identity["checkpoint"] = cell["checkpoints"][checkpoint]
+    identity["input"] = cell["inputs"].get(f"checkpoints.{checkpoint}.path")
+    identity["image"] = _image(cell)
+    identity["collect"] = sorted(collect)
+    if "generations" in collect:
+        identity["generations"] = {key: cell["collect"][key] for key in ("prompts", "sampling")}
+    return digest(identity)
+
+
+def _arm_identity(arm: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The content of the tree counts, not where it lies or what the commit is called."""
+    return None if arm is None else {"source": arm["source"], "faults": arm["faults"]}
+
+
+def _image(cell: Cell) -> list[str | None]:
+    return [cell["cluster"]["image"], cell["cluster"]["image_digest"]]
+
+
+def _freeze_arm(arm: Arm) -> dict[str, Any]:
+    tree = Path(arm.path).expanduser().resolve() if arm.path is not None else provenance.checkout()
+    commit = None if arm.commit is None else provenance.resolve_commit(tree, arm.commit)
+    source = provenance.source_hash(tree, commit)
+    return {"path": str(tree), "commit": commit, "source": source, "faults": list(arm.faults)}
+
+
+def _without_skipped(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Steps and checks without the collectors that have nothing to do."""
+    load_path: LoadPath = root.load_path
+    off = set()
+    if root.collect.gsm8k.limit == 0:
+        off.add("gsm8k")
+    if root.collect.throughput.requests == 0:
+        off.add("throughput")
+    rules = {SKIPPABLE[name] for name in off}
+    steps = [asdict(step) for step in load_path.steps]
+    for step in steps:
+        step["collect"] = [name for name in step["collect"] if name not in off]
+    checks = [asdict(check) for check in load_path.checks if check.rule not in rules]
+    return {"name": load_path.name, "steps": steps, "checks": checks}, asdict(root.collect)
+
+
+def _inputs(root: Root) -> dict[str, str | None]:
+    """What lies in the files that the config names: the same name with other content is another cell."""
+    files = {
+        "collect.gsm8k.questions": root.collect.gsm8k.questions,
+        "collect.gsm8k.train": root.collect.gsm8k.train,
+    }
+    inputs: dict[str, str | None] = {
+        key: provenance.file_hash(key, Path(path)) for key, path in files.items() if path is not None
+    }
+    for name, checkpoint in root.checkpoints.items():
+        if checkpoint.path is not None:
+            inputs[f"checkpoints.{name}.path"] = provenance.folder_state(Path(checkpoint.path))
+    return inputs

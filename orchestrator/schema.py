@@ -1,0 +1,149 @@
+"""Every key of a config, typed. Hydra rejects keys and types that are not here; `orchestrator.rules` adds the rest.
+
+Fields annotated `Any` hold text that YAML reads as something else when it is not quoted (a time as base-60
+seconds, a commit as a number); they arrive as written and `orchestrator.text` refuses the mangled form.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from workloads.spec import Backend, Checkpoint, Model, Parallelism, Sampling, Step
+
+RULES = {
+    "equal": "every tensor of `left` equals that of `right`, bit for bit",
+    "same_generations": "token ids and log-probabilities of `left` equal those of `right`",
+    "all_changed": "every weight of `right` differs from `left`",
+    "stable_storage": "no weight or derived tensor moved between observations",
+    "replicas": "data-parallel replicas hold equal tensors",
+    "checkpoint": "the parts of `left` reassemble to the checkpoint; padding holds its creation value",
+    "lifecycle": "post-processing and the finalise hook ran once per load, never while generating",
+    "coverage": "the audited bytes cover what the checkpoint put on each rank",
+    "gsm8k": "GSM8K accuracy",
+    "throughput": "requests of fixed shape per second",
+}
+COLLECTORS = ("tensors", "generations", "gsm8k", "throughput", "memory")
+
+
+@dataclass
+class Check:
+    """One rule over observations. `left`, `right`: names of `observe` steps, or `fresh.NAME`, the reference:
+    a fresh start on checkpoint NAME. Only required checks enter a verdict."""
+
+    name: str
+    rule: str
+    left: str = ""
+    right: str = ""
+    required: bool = True
+
+
+@dataclass
+class LoadPath:
+    """A scenario and what must hold of it. `start` and `update` only fill in the `via` of shared steps."""
+
+    name: str = ""
+    start: str = "safetensors"
+    update: str = ""
+    steps: list[Step] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+
+@dataclass
+class Arm:
+    """One version of the code under test: a source tree, at a commit if given, with faults injected."""
+
+    path: str | None = None  # of the tree; null: this checkout
+    commit: Any = None  # any git revision of `path`; null: the files as they are
+    faults: list[str] = field(default_factory=list)  # modules of workloads/faults
+
+
+@dataclass
+class Code:
+    candidate: Arm = field(default_factory=Arm)
+    base: Arm = field(default_factory=Arm)  # compared with when its path or commit is set
+
+
+@dataclass
+class Gsm8k:
+    questions: str | None = (
+        None  # JSONL with question and answer; null: the set that ships with the collector
+    )
+    train: str | None = None  # where the shots come from
+    limit: int = 1319
+    shots: int = 5
+    max_new_tokens: int = 256
+
+
+@dataclass
+class Throughput:
+    prompt_tokens: int = 64
+    new_tokens: int = 16
+    requests: int = 16
+
+
+@dataclass
+class Collect:
+    prompts: list[str] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)  # of `prompts`
+    gsm8k: Gsm8k = field(default_factory=Gsm8k)
+    throughput: Throughput = field(default_factory=Throughput)
+
+
+@dataclass
+class Policy:
+    coverage: float = 0.999
+    step_timeout_s: int = 1800
+
+
+@dataclass
+class Cluster:
+    """Where gangs run. Only `image` and `image_digest` say what runs, and so enter a cell's identity."""
+
+    kind: str = "local"  # local | slurm
+    device: str = "cpu"  # of its nodes: cpu | cuda
+    arch: str = "cpu"  # cpu | sm90 | sm100
+    memory_gb: float | None = (
+        None  # 10^9 bytes a rank may use; null on local: this machine's, shared by its ranks
+    )
+    gpus_per_node: int | None = None
+    max_nodes: int | None = None
+    partition: Any = None
+    account: Any = None
+    qos: Any = None
+    time: Any = None  # "HH:MM:SS" or "D-HH:MM:SS"
+    partition_limit: Any = None  # its MaxTime; null: asked of sinfo where there is one
+    nodelist: Any = None
+    exclude: Any = None
+    constraint: Any = None
+    exclusive: bool = True
+    segment: bool = False  # place each EP group inside one NVLink domain; needs Slurm 23.11
+    image: Any = None  # container of the ranks (pyxis); null: the node's own environment
+    image_digest: Any = None  # "sha256:..." that the image must have
+    mounts: list[str] = field(default_factory=list)  # "/host:/container[:flags]"
+    env: dict[str, Any] = field(default_factory=dict)  # of the ranks
+    setup: list[str] = field(
+        default_factory=list
+    )  # shell lines before the driver; a failing one ends the job
+    python: str | None = None  # interpreter of the driver on the nodes; null: this one
+    poll_s: float = 10.0  # between looks at a job
+    lost_after_s: float = 60.0  # without job and result: LOST
+
+
+@dataclass
+class Root:
+    name: str = "adhoc"
+    store: str = "runs"
+    rerun: bool = False
+    model: Model = field(default_factory=Model)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    backend: Backend = field(default_factory=Backend)
+    load_path: LoadPath = field(default_factory=LoadPath)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    code: Code = field(default_factory=Code)
+    collect: Collect = field(default_factory=Collect)
+    policy: Policy = field(default_factory=Policy)
+    cluster: Cluster = field(default_factory=Cluster)
+
+
+ConfigStore.instance().store(name="schema", node=Root)
