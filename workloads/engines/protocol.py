@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from workloads.loading.loader import UpdateStats
-from workloads.loading.weights import Part
+from workloads.loading.weights import Part, Rule
 from workloads.spec import Sampling
 
 __all__ = ["Engine", "Generation", "Part", "Prompt", "Rule", "Tokenizer", "UpdateStats"]
@@ -34,15 +34,6 @@ class Generation:
     finish_reason: str = "length"  # length | stop
     first_token_s: float = 0.0  # seconds from submission to the first token
     total_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Class of the tensors whose audit path matches `pattern` (fnmatch), with the reason shown to people."""
-
-    pattern: str
-    tensor_class: str  # weight | derived | constant | handle | runtime
-    reason: str
 
 
 class Tokenizer(Protocol):

@@ -65,6 +65,15 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Rule:
+    """Class of the tensors whose audit path matches `pattern` (fnmatch), with the reason shown to people."""
+
+    pattern: str
+    tensor_class: str  # weight | derived | constant | handle | runtime
+    reason: str
+
+
+@dataclass(frozen=True)
 class Weight:
     """Declaration of one parameter. creation_value fills it when it is created, and its padding on every
     load; a parameter without padding needs none and is created poisoned."""

@@ -1,0 +1,126 @@
+"""Decoder layers: attention over all tokens of a data-parallel rank, everything else over this rank's share."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workloads.kernels.attention_residual import attention_residual_mix
+from workloads.kernels.linear import round_to_bf16
+from workloads.kernels.moe import MoEKernel
+from workloads.models.batch import Batch
+from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.kimi_k3.kda import KdaCache, KimiDeltaAttention
+from workloads.models.kimi_k3.mla import MlaCache, MultiHeadLatentAttention
+from workloads.models.kimi_k3.moe import LatentMoE, situ_parameters
+from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows
+from workloads.models.parallel import RankGroups, all_gather_rows, reduce_scatter_rows
+
+LayerCache = KdaCache | MlaCache
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout."""
+
+    config: KimiK3Config
+    groups: RankGroups
+    kernel: MoEKernel
+    fused: bool
+
+
+@dataclass
+class ResidualStream:
+    """The residual stream of this rank's tokens: snapshots at block starts, and the running prefix."""
+
+    blocks: list[torch.Tensor]
+    prefix: torch.Tensor
+
+
+class SubLayers(nn.Module):
+    """Attention and feed-forward of one layer with their norms, without what joins them to the residual stream."""
+
+    def __init__(self, setting: Setting, layer: int, prefix: str) -> None:
+        super().__init__()
+        config, groups = setting.config, setting.groups
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.tp = groups.tp
+        self.input_layernorm = RMSNorm(hidden, eps, f"{prefix}input_layernorm.weight")
+        attention = MultiHeadLatentAttention if config.is_full_attention(layer) else KimiDeltaAttention
+        self.self_attn = attention(config, groups.tp, f"{prefix}self_attn.")
+        self.post_attention_layernorm = RMSNorm(hidden, eps, f"{prefix}post_attention_layernorm.weight")
+        if config.is_dense(layer):
+            self.mlp = GatedMLP(
+                hidden, config.dense_intermediate_size, situ_parameters(config), f"{prefix}mlp."
+            )
+        else:
+            self.block_sparse_moe = LatentMoE(
+                config, groups.ep, setting.kernel, setting.fused, f"{prefix}block_sparse_moe."
+            )
+
+    def make_cache(self, slots: int, positions: int) -> LayerCache:
+        cache: LayerCache = self.self_attn.make_cache(slots, positions)
+        return cache
+
+    def attend(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
+        """BF16 [n, hidden], this rank's tokens -> BF16 [n, hidden]. Collective over the TP group."""
+        gathered = all_gather_rows(self.tp, self.input_layernorm(x))
+        partial = self.self_attn(gathered[: batch.tokens], batch, cache)
+        padding = gathered.shape[0] - batch.tokens
+        padded = torch.cat([partial, partial.new_zeros(padding, partial.shape[1])]) if padding else partial
+        return round_to_bf16(reduce_scatter_rows(self.tp, padded))
+
+    def feed_forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """BF16 [n, hidden] -> BF16 [n, hidden]. Collective over the EP group where there are experts."""
+        normed = self.post_attention_layernorm(x)
+        out: torch.Tensor = (
+            self.block_sparse_moe(normed, batch) if hasattr(self, "block_sparse_moe") else self.mlp(normed)
+        )
+        return out
+
+
+def residual_mixer(hidden: int, eps: float, stem: str) -> tuple[RMSNorm, ReplicatedLinear]:
+    """Norm and one-row score projection of an attention-residual mix; `stem` precedes `_norm` and `_proj`."""
+    return RMSNorm(hidden, eps, f"{stem}_norm.weight"), ReplicatedLinear(
+        hidden, [Rows(f"{stem}_proj.weight", 1)]
+    )
+
+
+def mix(stream: ResidualStream, norm: RMSNorm, proj: ReplicatedLinear) -> torch.Tensor:
+    """What a sublayer reads of the stream, BF16 [n, hidden]."""
+    return attention_residual_mix(stream.blocks, stream.prefix, norm.weight, proj.weight, norm.eps)
+
+
+class DecoderLayer(SubLayers):
+    """A layer of the target: both sublayers read a learned mix of the stream's snapshots and its prefix."""
+
+    def __init__(self, setting: Setting, layer: int, prefix: str) -> None:
+        super().__init__(setting, layer, prefix)
+        config = setting.config
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.opens_block = layer % config.attn_res_block_size == 0
+        self.self_attention_res_norm, self.self_attention_res_proj = residual_mixer(
+            hidden, eps, f"{prefix}self_attention_res"
+        )
+        self.mlp_res_norm, self.mlp_res_proj = residual_mixer(hidden, eps, f"{prefix}mlp_res")
+
+    def forward(self, stream: ResidualStream, batch: Batch, cache: LayerCache) -> None:
+        """Advance `stream`. A layer that opens a block snapshots the prefix, and its attention starts a new one."""
+        mixed = mix(stream, self.self_attention_res_norm, self.self_attention_res_proj)
+        attended = self.attend(mixed, batch, cache)
+        if self.opens_block:
+            stream.blocks.append(stream.prefix)
+            stream.prefix = attended
+        else:
+            stream.prefix = stream.prefix + attended
+        mixed = mix(stream, self.mlp_res_norm, self.mlp_res_proj)
+        stream.prefix = stream.prefix + self.feed_forward(mixed, batch)
+
+
+class PlainDecoderLayer(SubLayers):
+    """A layer with ordinary residual connections, as the MTP block has."""
+
+    def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
+        """BF16 [n, hidden] -> BF16 [n, hidden]."""
+        x = x + self.attend(x, batch, cache)
+        return x + self.feed_forward(x, batch)

@@ -1,0 +1,191 @@
+"""Layers that models share: linear layers and embeddings by how they are divided over ranks, norms, the gated MLP.
+
+Each declares its parameters with the checkpoint tensors they come from, and holds this rank's share only.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.linear import linear, linear_partial, round_to_bf16
+from workloads.kernels.norm import rms_norm
+from workloads.loading.weights import Placement, Weight, WeightModule, whole
+from workloads.models.parallel import (
+    ALONE,
+    Group,
+    all_gather_columns,
+    gather_selected,
+    scatter_selected,
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of one checkpoint tensor within a fused weight: this rank's share of them, or all."""
+
+    source: str
+    count: int
+    sharded: bool = True
+
+
+def vector(source: str, size: int, dtype: torch.dtype = torch.bfloat16, start: int = 0) -> Weight:
+    """A weight [size] taken from `start` of a checkpoint vector, which may be longer."""
+    region = ((start, size),)
+    return Weight((size,), dtype, (Placement(source, region, whole((size,)), whole((size,))),))
+
+
+class ColumnParallelLinear(WeightModule):
+    """Several checkpoint matrices fused row under row; each rank has a share of the rows of each.
+
+    `weight` BF16 [rows, in_features]. Rows are padded with zeros at the end to a multiple of `multiple`; the
+    padding belongs to the slot of the last matrix. `sizes`: rows of each matrix here, then of the padding.
+    """
+
+    weight: torch.Tensor
+
+    def __init__(self, group: Group, in_features: int, rows: Sequence[Rows], multiple: int = 1) -> None:
+        super().__init__()
+        shares = [group.share(r.count, f"Rows of {r.source}") if r.sharded else (0, r.count) for r in rows]
+        used = sum(length for _, length in shares)
+        total = -(-used // multiple) * multiple
+        placements = []
+        start = 0
+        for piece, (first, length) in zip(rows, shares, strict=True):
+            slot = length + (total - used if piece is rows[-1] else 0)
+            columns = (0, in_features)
+            placements.append(
+                Placement(
+                    piece.source,
+                    source_region=((first, length), columns),
+                    target=((start, length), columns),
+                    slot=((start, slot), columns),
+                )
+            )
+            start += length
+        self.sizes = [length for _, length in shares] + [total - used]
+        padded = 0.0 if total > used else None
+        self.add_weight(
+            "weight", Weight((total, in_features), torch.bfloat16, tuple(placements), creation_value=padded)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, in_features] -> BF16 [T, rows]."""
+        return linear(x, self.weight)
+
+    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`forward`, divided into the results of the fused matrices, padding last."""
+        return torch.split(self(x), self.sizes, dim=-1)
+
+
+class ReplicatedLinear(ColumnParallelLinear):
+    """Fused matrices that every rank holds whole."""
+
+    def __init__(self, in_features: int, rows: Sequence[Rows]) -> None:
+        super().__init__(ALONE, in_features, rows)
+
+
+class RowParallelLinear(WeightModule):
+    """A matrix divided along its inputs. `weight` BF16 [out_features, in_features / ranks]."""
+
+    weight: torch.Tensor
+
+    def __init__(self, group: Group, in_features: int, out_features: int, source: str) -> None:
+        super().__init__()
+        first, length = group.share(in_features, f"Columns of {source}")
+        shape = (out_features, length)
+        placement = Placement(source, ((0, out_features), (first, length)), whole(shape), whole(shape))
+        self.add_weight("weight", Weight(shape, torch.bfloat16, (placement,)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, in_features / ranks] -> this rank's part of the sum, float64 [T, out_features]."""
+        return linear_partial(x, self.weight)
+
+
+class RMSNorm(WeightModule):
+    """Root-mean-square norm over the last dimension; `weight` [size]."""
+
+    weight: torch.Tensor
+
+    def __init__(self, size: int, eps: float, source: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.eps = eps
+        self.add_weight("weight", vector(source, size, dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+def _vocabulary_share(group: Group, vocab: int, hidden: int, source: str) -> Weight:
+    first, length = group.share(vocab, f"Vocabulary of {source}")
+    shape = (length, hidden)
+    placement = Placement(source, ((first, length), (0, hidden)), whole(shape), whole(shape))
+    return Weight(shape, torch.bfloat16, (placement,))
+
+
+class VocabParallelEmbedding(WeightModule):
+    """Embedding divided over the vocabulary. `weight` BF16 [vocab / ranks, hidden]."""
+
+    weight: torch.Tensor
+
+    def __init__(self, group: Group, vocab: int, hidden: int, source: str) -> None:
+        super().__init__()
+        self.group = group
+        self.add_weight("weight", _vocabulary_share(group, vocab, hidden, source))
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [size*n], equal on all ranks -> this rank's n embeddings, BF16 [n, hidden]. Collective."""
+        length = self.weight.shape[0]
+        owner = token_ids // length
+        local = (token_ids - self.group.rank * length).clamp(0, length - 1)  # rows of others are not selected
+        return scatter_selected(self.group, self.weight[local], owner)
+
+
+class ParallelLMHead(WeightModule):
+    """Output projection divided over the vocabulary. `weight` BF16 [vocab / ranks, hidden]."""
+
+    weight: torch.Tensor
+
+    def __init__(self, group: Group, vocab: int, hidden: int, source: str) -> None:
+        super().__init__()
+        self.group = group
+        self.add_weight("weight", _vocabulary_share(group, vocab, hidden, source))
+
+    def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Logits of some tokens of the batch. Collective unless there are no rows.
+
+        hidden: BF16 [n, H], this rank's share of the tokens. rows: int64 [R], rows of the whole batch.
+        Returns float32 [R, vocab] that holds BF16 values, on every rank.
+        """
+        if self.group.size > 1:
+            owner, row = rows // max(1, hidden.shape[0]), rows % max(1, hidden.shape[0])
+            selected = gather_selected(self.group, hidden[row], owner)
+        else:
+            selected = hidden[rows]
+        logits = linear(selected, self.weight)
+        return all_gather_columns(self.group, logits).to(torch.float32)
+
+
+class GatedMLP(nn.Module):
+    """SiTU-gated MLP that every rank holds whole: down(situ(gate(x), up(x)))."""
+
+    def __init__(self, hidden: int, intermediate: int, activation: SituParameters, prefix: str) -> None:
+        super().__init__()
+        self.activation = activation
+        self.gate_up_proj = ReplicatedLinear(
+            hidden,
+            [
+                Rows(f"{prefix}gate_proj.weight", intermediate),
+                Rows(f"{prefix}up_proj.weight", intermediate),
+            ],
+        )
+        self.down_proj = ReplicatedLinear(intermediate, [Rows(f"{prefix}down_proj.weight", hidden)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, hidden] -> BF16 [T, hidden]; the activation is computed in float64 and rounded once."""
+        gate, up, _ = self.gate_up_proj.split(x)
+        activated = situ(gate.to(torch.float64), up.to(torch.float64), self.activation)
+        out: torch.Tensor = self.down_proj(round_to_bf16(activated))
+        return out
