@@ -1,0 +1,182 @@
+"""Judges what the engine said: generations exactly, GSM8K per question."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collectors.gsm8k import questions as gsm8k_questions
+from collectors.gsm8k.scoring import score
+from orchestrator.judge.attempt import Arm, Attempt
+from orchestrator.judge.records import Reader, Record
+from orchestrator.judge.statistics import not_worse, paired
+
+#: Largest loss of right answers that still counts as equally accurate.
+ACCURACY_MARGIN = 0.01
+_CHECKOUT = Path(__file__).parents[2]
+
+
+@dataclass
+class Outcome:
+    """What one check found. cause: the sentence of a finding, "" where there is none."""
+
+    verdict: str
+    expected: str
+    observed: str
+    counts: dict[str, Any] = field(default_factory=dict)
+    cause: str = ""
+    required: bool = True
+
+
+def counterpart(attempt: Attempt, arm: Arm, check: Mapping[str, Any], stem: str) -> tuple[str, Path] | None:
+    """(name, folder) of what a check's left observation is compared with: the named one, else the same
+    observation of the base arm, else a fresh start on the same checkpoint if it recorded such a file."""
+    left, right = check["left"], check["right"]
+    if right:
+        folder = arm.observation(right)
+        return (right, folder) if folder else None
+    bases = [other for other in attempt.arms if other.name == "base"]
+    if arm.name == "candidate" and bases:
+        return f"base/{left}", bases[0].folder / left
+    fresh = f"fresh.{attempt.moments[left].checkpoint}"
+    folder = arm.observation(fresh)
+    return (fresh, folder) if folder and (folder / f"{stem}.jsonl").is_file() else None
+
+
+def same_generations(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) -> Outcome:
+    """Token ids, draft tokens and log-probabilities of `left` against `right`, exactly."""
+    left, right = check["left"], check["right"]
+    expected = (
+        f"generations of `{left}` are those of `{right}`, token by token and to the last bit of a logprob"
+    )
+    folders = arm.observation(left), arm.observation(right)
+    if folders[0] is None or folders[1] is None:
+        return Outcome("ERROR", expected, f"there is no reference `{right}` for arm {arm.name}")
+    got, want = (reader.generations(folder, "generations") for folder in folders if folder)
+    if not got or not want:
+        return Outcome("ERROR", expected, "no generations were recorded on one side, so nothing was compared")
+    differing = {name: text for name in want if (text := _divergence(got.get(name), want[name]))}
+    differing |= dict.fromkeys(got.keys() - want.keys(), "it was not asked on the other side")
+    counts = {"identical": len(want) - len(want.keys() & differing.keys()), "differs": len(differing)}
+    if not differing:
+        return Outcome("PASS", expected, f"{len(want)} of {len(want)} identical", counts)
+    name, text = next(iter(differing.items()))
+    first = f"Request `{name}`: {text}."
+    cause = f"{len(differing)} of {len(want)} generations of `{left}` are not those of `{right}`. {first}"
+    return Outcome("FAIL", expected, f"{len(differing)} of {len(want)} differ. {first}", counts, cause)
+
+
+def _divergence(got: Record | None, want: Record) -> str:
+    """Where two generations part, "" when they do not."""
+    if got is None:
+        return "it has no answer"
+    tokens, others = got["token_ids"], want["token_ids"]
+    at = _first_difference(tokens, others)
+    near = _first_difference(got["top_logprobs"], want["top_logprobs"])
+    if at is not None:
+        have, owed = (str(t[at]) if at < len(t) else "nothing" for t in (tokens, others))
+        before = "" if near is None or near >= at else f"; log-probabilities part at token {near}"
+        return f"token {at} is {have}, expected {owed}{before}"
+    if near is not None:
+        gap = _logprob_gap(got["top_logprobs"][near], want["top_logprobs"][near])
+        return f"the tokens agree, and the log-probabilities part at token {near} ({gap})"
+    draft = _first_difference(got.get("draft_token_ids", []), want.get("draft_token_ids", []))
+    return "" if draft is None else f"the tokens agree, and the draft's proposals part at token {draft}"
+
+
+def _first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
+    if left == right:
+        return None
+    pairs = zip(left, right, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+
+
+def _logprob_gap(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> str:
+    theirs: dict[Any, float] = dict(right)
+    gaps = [abs(value - theirs[token]) for token, value in left if token in theirs]
+    return f"by up to {max(gaps):.3g}" if gaps else "other candidates"
+
+
+def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) -> Outcome:
+    """Right answers of `left`, paired question by question with its counterpart where there is one.
+
+    A proxy has random weights: its score is shown, never evidence.
+    """
+    expected = "as many right answers, within 1 point" if not attempt.is_proxy else "no score: random weights"
+    other = counterpart(attempt, arm, check, "gsm8k")
+    got = reader.generations(arm.folder / check["left"], "gsm8k")
+    want = reader.generations(other[1], "gsm8k") if other else {}
+    name = other[0] if other else ""
+    answers = _reference_answers(attempt)
+    if not got or answers is None:
+        why = (
+            "no answers were recorded"
+            if not got
+            else "the questions are not at hand, so nothing can be scored"
+        )
+        return Outcome("ERROR" if not got else "NOT_RUN", expected, why, required=not attempt.is_proxy)
+    right = {key: score(r["text"], answers[_question(key)]).flexible for key, r in got.items()}
+    counts: dict[str, Any] = {"questions": len(got), "right": sum(right.values())}
+    shown = f"{counts['right']} of {len(got)} right"
+    if attempt.is_proxy:
+        return _proxy_outcome(expected, shown, counts, got, want, name)
+    if got.keys() != want.keys():
+        why = "nothing to pair them with" if not want else f"`{name}` answered other questions"
+        return Outcome("INCONCLUSIVE" if not want else "ERROR", expected, f"{shown}; {why}", counts)
+    theirs = [score(want[key]["text"], answers[_question(key)]).flexible for key in got]
+    return _paired_outcome(expected, shown, counts, list(right.values()), theirs, name)
+
+
+def _proxy_outcome(
+    expected: str,
+    shown: str,
+    counts: dict[str, Any],
+    got: dict[str, Record],
+    want: dict[str, Record],
+    name: str,
+) -> Outcome:
+    text = f"{shown}. A random-weight proxy cannot answer: this is no evidence of accuracy"
+    if want:
+        same = sum(got[key]["token_ids"] == want[key]["token_ids"] for key in got.keys() & want.keys())
+        counts["same_answers"] = same
+        text += f"; {same} of {len(got)} answers are those of `{name}`"
+    return Outcome("INCONCLUSIVE", expected, text + ".", counts, required=False)
+
+
+def _paired_outcome(
+    expected: str, shown: str, counts: dict[str, Any], ours: list[bool], theirs: list[bool], name: str
+) -> Outcome:
+    result = paired(ours, theirs)
+    counts |= {
+        "right_other": sum(theirs), "only_left": result.left_only, "only_right": result.right_only,
+        "difference": result.difference, "interval": [result.low, result.high], "p": result.p,
+    }  # fmt: skip
+    text = (
+        f"{shown}, {sum(theirs)} for `{name}`: {100 * result.difference:+.2f} points, 95% interval "
+        f"{100 * result.low:+.2f} to {100 * result.high:+.2f}, {result.left_only} against {result.right_only} "
+        f"discordant, exact McNemar p = {result.p:.3g}"
+    )
+    verdict = not_worse(result.low, result.high, ACCURACY_MARGIN)
+    if verdict == "INCONCLUSIVE":
+        text += "; the interval spans the margin, so this many questions cannot decide"
+    return Outcome(verdict, expected, text, counts)
+
+
+def _reference_answers(attempt: Attempt) -> list[str] | None:
+    """Worked solutions by question number, None when the set is not at hand."""
+    named = attempt.cell["collect"]["gsm8k"]["questions"]
+    if named:
+        path = Path(named)
+    else:
+        folder = gsm8k_questions.find_folder(None, _CHECKOUT)
+        path = folder / "test.jsonl" if folder else Path()
+    return [q.answer for q in gsm8k_questions.read_questions(path)] if path.is_file() else None
+
+
+def _question(request: str) -> int:
+    """Number of the question in its file, which ends the request's id."""
+    found = re.search(r"(\d+)$", request)
+    if found is None:
+        raise ValueError(f"GSM8K request id {request!r} does not end in the number of its question.")
+    return int(found.group(1))

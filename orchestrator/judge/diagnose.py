@@ -1,0 +1,245 @@
+"""Turns one wrong tensor into the causes that its fingerprints show, most specific first."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from orchestrator.judge.compare import Difference, differing_slices, wanted
+from orchestrator.judge.records import Audit, Record
+
+#: Bytes of a poisoned, never written storage.
+POISON = 0xFF
+#: Contents that so many places share say nothing about where they came from (norms of ones, say).
+_COMMON = 4
+_INDISTINCT_BYTES = 16
+#: Types of one byte, whose padding value is that byte; of wider types only zero is one repeated byte.
+_BYTE_TYPES = ("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where some bytes belong."""
+
+    rank: int
+    tensor: str
+    part: str  # "" for a tensor that has no parts
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """One tensor, or one part of it, on one rank, and why it is wrong. Fingerprints are None where unknown."""
+
+    code: str
+    rank: int
+    path: str
+    part: str = ""
+    note: str = ""
+    now: str | None = None
+    before: str | None = None
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class View:
+    """What one rank's observation is judged by. expected: the other side of the check; before: the same
+    process ahead of the load; truth: a fresh start on what was loaded; places: where given bytes belong, on
+    any rank; identical_runs: whether the two sides loaded the same checkpoint in the same way, so that
+    nothing but chance can make them differ."""
+
+    observed: Audit
+    expected: Audit
+    before: Audit | None
+    truth: Audit | None
+    places: Callable[[Record, int], list[Place]]
+    identical_runs: bool = False
+
+
+def explain(view: View, difference: Difference) -> list[Cause]:
+    """At least one cause of a difference that `compare` found."""
+    path, status, got, want = difference
+    rank = view.observed.rank
+    if status == "missing" or got is None:
+        return [Cause("missing", rank, path, expected=want["fp"] if want else None)]
+    if status != "differs" or want is None:
+        return [_structural(rank, difference, got, want)]
+    parts = view.observed.parts_of(got)
+    wrong = [name for name, part in parts.items() if _wrong(part, got)]
+    if wrong:
+        return explain_parts(view, path, wrong)
+    if _other_side_is_wrong(view, got, want):
+        note = "it is the other side of the comparison that departs from a fresh start or the checkpoint"
+        return [Cause("differs", rank, path, note=note, now=got["fp"], expected=want["fp"])]
+    if parts and sum(part["nbytes"] for part in parts.values()) >= got["nbytes"]:
+        note = "every part of it is right, the whole is not"
+        return [Cause("wrong_layout", rank, path, note=note, now=got["fp"], expected=want["fp"])]
+    return [_whole(view, path, got, want)]
+
+
+def explain_parts(view: View, path: str, names: Iterable[str]) -> list[Cause]:
+    """Causes of the wrong parts of one tensor."""
+    tensor = view.observed.find(path)
+    parts = view.observed.parts_of(tensor) if tensor else view.observed.parts.get(path, {})
+    old = view.before.find(path) if view.before else None
+    before = view.before.parts_of(old) if view.before and old else {}
+    return [_part(view, path, name, parts[name], before.get(name)) for name in names]
+
+
+def wrong_parts(audit: Audit) -> Iterator[tuple[str, list[str], int, int]]:
+    """Per tensor: path, names of parts that are not what the checkpoint or their creation demand, how many
+    were looked at, and of how many neither was recorded."""
+    for path, parts in audit.parts.items():
+        tensor = audit.find(path) or {"dtype": ""}
+        wrong = [name for name, part in parts.items() if _wrong(part, tensor)]
+        unknown = sum(not _verifiable(part, tensor) for part in parts.values())
+        yield path, wrong, len(parts), unknown
+
+
+def is_padding(part: Record) -> bool:
+    return part["source"] is None
+
+
+def padding_byte(part: Record, tensor: Record) -> int | None:
+    """The byte of which correct padding consists, None where it is no single byte or was not recorded."""
+    value = part.get("padding_value")
+    if value is None:
+        return None
+    if value == 0:
+        return 0
+    return int(value) if tensor["dtype"] in _BYTE_TYPES and 0 <= value <= 255 else None
+
+
+def _verifiable(part: Record, tensor: Record) -> bool:
+    if part["expected"] is not None:
+        return True
+    return is_padding(part) and padding_byte(part, tensor) is not None
+
+
+def _wrong(part: Record, tensor: Record) -> bool:
+    if not is_padding(part) or part["expected"] is not None:
+        return part["expected"] is not None and part["fp"] != part["expected"]
+    byte = padding_byte(part, tensor)
+    return byte is not None and part.get("const") != byte
+
+
+def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:
+    """Whether `got` is what it should be, so that the fault must lie in what it is compared with."""
+    if any(_wrong(part, want) for part in view.expected.parts_of(want).values()):
+        return True
+    true = view.truth.find(got["path"]) if view.truth and view.truth is not view.expected else None
+    return true is not None and true["fp"] == got["fp"]
+
+
+def _structural(rank: int, difference: Difference, got: Record, want: Record | None) -> Cause:
+    """A difference in form: what it was and what it should be."""
+    status = difference.status
+    note = ""
+    if want is not None and status in ("dtype", "layout", "vacuous"):
+        keys = ("dtype",) if status == "dtype" else ("shape", "stride")
+        note = "; ".join(f"{key} {got[key]}, expected {want[key]}" for key in keys if got[key] != want[key])
+    if want is not None and status == "alias_broken":
+        lost = {want["path"], *want.get("aliases", ())} - {got["path"], *got.get("aliases", ())}
+        note = f"no longer the same bytes as {', '.join(sorted(lost))}"
+    if status == "unclassified":
+        note = "it differs, and no rule says whether it is a weight or runtime state"
+    return Cause(
+        status, rank, difference.path, note=note, now=got["fp"], expected=want["fp"] if want else None
+    )
+
+
+def _part(view: View, path: str, name: str, part: Record, before: Record | None) -> Cause:
+    code, note = _part_code(view, path, part, before)
+    return Cause(
+        code, view.observed.rank, path, name, note, part["fp"], before["fp"] if before else None, wanted(part)
+    )
+
+
+def _part_code(view: View, path: str, part: Record, before: Record | None) -> tuple[str, str]:
+    if is_padding(part):
+        return _padding_code(part)
+    if part.get("cast") is not None and part["fp"] == part["cast"]:
+        return "numeric_cast", ""
+    if before is not None and part["fp"] == before["fp"]:
+        return "stale", ""
+    if part.get("const") == POISON:
+        return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
+    places = view.places(part, view.observed.rank)
+    if places:
+        return "found_elsewhere", describe_place(places[0], part, view.observed.rank)
+    tensor = view.observed.find(path)
+    bag = part.get("bag")
+    if bag is not None and bag == part.get("expected_bag"):
+        return "wrong_layout", "the same bytes in another order"
+    if tensor is not None and tensor["nan"]:
+        return "uninitialised", "it holds NaN"
+    return "checkpoint_mismatch", ""
+
+
+def _padding_code(part: Record) -> tuple[str, str]:
+    const, value = part.get("const"), part.get("padding_value")
+    number = int(value) if value is not None and value == int(value) else value
+    if const == POISON:
+        return "stale_padding", f"0xFF, the poison of fresh memory, where {number} belongs"
+    if const is not None:
+        return "wrong_padding_value", f"{const} where {number} belongs"
+    return "stale_padding", f"left-over bytes where {number} belongs"
+
+
+def _whole(view: View, path: str, got: Record, want: Record) -> Cause:
+    """A tensor without parts, or whose difference lies outside of its parts."""
+    old = view.before.find(path) if view.before else None
+    code, note = _whole_code(view, got, want, old)
+    return Cause(code, view.observed.rank, path, "", note, got["fp"], old["fp"] if old else None, want["fp"])
+
+
+def _whole_code(view: View, got: Record, want: Record, old: Record | None) -> tuple[str, str]:
+    if old is not None and got["fp"] == old["fp"]:
+        return "stale", ""
+    if got.get("const") == POISON:
+        return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
+    if got["nan"] and not want["nan"]:
+        return "uninitialised", "it holds NaN, and the expected tensor does not"
+    permuted = _permuted_slices(got, want)
+    if permuted:
+        return permuted
+    places = view.places(got, view.observed.rank)
+    if places:
+        return "found_elsewhere", describe_place(places[0], got, view.observed.rank)
+    if got.get("bag") is not None and got["bag"] == want.get("bag"):
+        return "wrong_layout", "the same bytes in another order"
+    if view.identical_runs:
+        return "uninitialised", "two identical loads left different bytes"
+    slices = differing_slices(got, want)
+    return "differs", f"in slices {_some(slices)} of {got['shape'][0]}" if slices else ""
+
+
+def _permuted_slices(got: Record, want: Record) -> tuple[str, str] | None:
+    """The same slices in another order: experts, heads or layers sit in each other's place."""
+    mine, theirs = got.get("slices") or [], want.get("slices") or []
+    slices = differing_slices(got, want)
+    if not slices or sorted(mine) != sorted(theirs):
+        return None
+    first = slices[0]
+    return "found_elsewhere", f"slice {first} holds what belongs in slice {theirs.index(mine[first])}"
+
+
+def _some(numbers: list[int], limit: int = 6) -> str:
+    shown = ", ".join(map(str, numbers[:limit]))
+    return f"{shown}, … ({len(numbers)})" if len(numbers) > limit else shown
+
+
+def describe_place(place: Place, record: Record, rank: int) -> str:
+    """`holds …w3 of the same expert, on rank 4`: what a person looks for."""
+    what = place.part or place.tensor
+    where = "" if place.rank == rank else f", which belongs on rank {place.rank}"
+    if what == (record.get("part") or record.get("path")):
+        return f"it holds the shard of rank {place.rank}"
+    return f"it holds {what}{where}"
+
+
+def distinct_places(places: list[Place]) -> list[Place]:
+    """Empty when the bytes are so common that they prove nothing."""
+    return places if len({(p.tensor, p.part) for p in places}) <= _COMMON else []
+
+
+def is_distinct(record: Record) -> bool:
+    """Whether equal fingerprints of such content are evidence of a common origin."""
+    return record.get("const") is None and record["nbytes"] >= _INDISTINCT_BYTES

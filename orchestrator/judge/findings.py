@@ -1,0 +1,236 @@
+"""Gathers causes into findings: one per cause and module group, most specific first, consequences folded."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from orchestrator.judge.diagnose import Cause
+from orchestrator.judge.lifecycle import Violation
+from orchestrator.judge.sentences import sentence
+
+#: From the mechanism to the mere symptom; a later one about the same tensors is a consequence of an earlier.
+ORDER = (
+    "finalised_late", "processed_twice", "skipped_hook",
+    "numeric_cast", "wrong_padding_value", "stale_padding", "found_elsewhere", "wrong_layout",
+    "uninitialised", "stale", "moved",
+    "alias_broken", "dtype", "layout", "missing", "extra", "vacuous", "unclassified",
+    "replicas_differ", "checkpoint_mismatch", "differs", "not_changed", "generation_differs",
+)  # fmt: skip
+_RANK_OF = {code: place for place, code in enumerate(ORDER)}
+
+#: What a broken load leaves behind in the tensors of the modules that it broke.
+_AFTERMATH = frozenset(ORDER) - {
+    "moved",
+    "numeric_cast",
+    "wrong_padding_value",
+    "finalised_late",
+    "processed_twice",
+}
+#: Symptoms: about tensors whose cause is known already they add nothing, in later observations either.
+_SYMPTOMS = {"replicas_differ", "differs", "not_changed"}
+_PADDING = {"stale_padding", "wrong_padding_value", "uninitialised"}
+_EXAMPLES = 3
+_SHOWN = 5
+_MAX_GROUPS = 4  # of one cause; above, they become one finding
+
+Member = tuple[int, str]  # rank, path
+
+
+@dataclass
+class Group:
+    """All causes of one kind in one module group of one observation."""
+
+    code: str
+    arm: str
+    observation: str
+    name: str
+    members: set[Member] = field(default_factory=set)
+    ranks: Counter[int] = field(default_factory=Counter)
+    parts: dict[str, None] = field(default_factory=dict)
+    examples: list[Cause] = field(default_factory=list)
+    checks: dict[str, None] = field(default_factory=dict)
+    violation: Violation | None = None
+    groups: int = 1
+    consequences: list["Group"] = field(default_factory=list)
+
+    def add(self, cause: Cause, check: str) -> None:
+        member = (cause.rank, cause.path)
+        if member not in self.members:
+            self.members.add(member)
+            self.ranks[cause.rank] += 1
+        if cause.part and len(self.parts) < _SHOWN:
+            self.parts[cause.part] = None
+        if len(self.examples) < _EXAMPLES and cause not in self.examples:
+            self.examples.append(cause)
+        self.checks[check] = None
+
+    def absorb(self, other: "Group") -> None:
+        """Becomes the same cause in one more module group."""
+        self.members |= other.members
+        self.ranks.update(other.ranks)
+        self.checks.update(other.checks)
+        self.consequences += other.consequences
+        self.groups += other.groups
+
+
+class Ledger:
+    """Collects causes while ranks are judged one after another."""
+
+    def __init__(self, observations: Sequence[str]) -> None:
+        self._order = {name: place for place, name in enumerate(observations)}
+        self._groups: dict[tuple[str, ...], Group] = {}
+
+    def add(self, arm: str, observation: str, check: str, causes: Iterable[Cause]) -> None:
+        for cause in causes:
+            self._group(cause.code, arm, observation, module_group(cause.path)).add(cause, check)
+
+    def add_violation(self, arm: str, observation: str, check: str, violation: Violation) -> None:
+        """A broken lifecycle rule; the same one on several ranks is one finding."""
+        v = violation
+        name = f"{v.root}: {v.text}"
+        group = self._group(v.code, arm, observation, name)
+        group.violation = group.violation or v
+        for module in v.modules or ("",):
+            group.add(Cause(v.code, v.rank, f"{v.root}:{module}", note=v.text), check)
+
+    def _group(self, code: str, arm: str, observation: str, name: str) -> Group:
+        key = (code, arm, observation, name)
+        if key not in self._groups:
+            self._groups[key] = Group(code, arm, observation, name)
+        return self._groups[key]
+
+    def findings(self) -> list[dict[str, Any]]:
+        """Findings as result.json holds them, the primary one first, the candidate's before the base's."""
+        kept: list[Group] = []
+        for group in sorted(self._groups.values(), key=self._sort_key):
+            parent = self._cause_of(group, kept)
+            if parent is None:
+                kept.append(group)
+            else:
+                parent.consequences.append(group)
+        return [self._finding(group) for group in _merged(kept)]
+
+    def _sort_key(self, group: Group) -> tuple[Any, ...]:
+        return (
+            group.arm != "candidate", _RANK_OF[group.code], group.violation is None,
+            self._order.get(group.observation, 0), -len(group.members), group.name,
+        )  # fmt: skip
+
+    def _cause_of(self, group: Group, kept: Sequence[Group]) -> Group | None:
+        """The earlier, more specific group that explains this one."""
+        seen: set[Member] = set()
+        nearest, overlap = None, 0
+        for other in kept:
+            if other.arm != group.arm or self._later(other, group):
+                continue
+            if group.code == "generation_differs":
+                return other
+            if other.violation is not None:
+                if _explains(other, other.violation, group):
+                    return other
+            elif _same_matter(other, group):
+                common = len(group.members & other.members)
+                seen |= other.members
+                if common > overlap:
+                    nearest, overlap = other, common
+        return nearest if group.members <= seen else None
+
+    def _later(self, other: Group, group: Group) -> bool:
+        """Whether `other` was seen only after `group`, and so cannot be its cause."""
+        return self._order.get(other.observation, 0) > self._order.get(group.observation, 0)
+
+    def _finding(self, group: Group) -> dict[str, Any]:
+        example = group.examples[0]
+        return {
+            "code": group.code,
+            "arm": group.arm,
+            "observation": group.observation,
+            "rank": min(group.ranks),
+            "path": example.path,
+            "detail": sentence(group),
+            "count": len(group.members),
+            "ranks": sorted(group.ranks),
+            "paths": sorted({path for _, path in group.members})[:_SHOWN],
+            "parts": list(group.parts),
+            "checks": list(group.checks),
+            "consequences": _consequences(group),
+        }
+
+
+def _same_matter(other: Group, group: Group) -> bool:
+    """Whether `group` may be a mere consequence of `other` where both name the same tensors."""
+    if group.violation is not None:
+        return False
+    if group.code == "moved":
+        return other.code == "moved"
+    return other.code == group.code or other.observation == group.observation or group.code in _SYMPTOMS
+
+
+def _explains(other: Group, violation: Violation, group: Group) -> bool:
+    """Whether a broken load explains wrong tensors of its model, in the modules that it broke."""
+    if group.violation is not None:  # the same rule, broken again by a later load
+        return (other.code, other.name) == (group.code, group.name)
+    allowed = _PADDING if violation.code == "stale_padding" else _AFTERMATH
+    if group.code not in allowed:
+        return False
+    prefixes = tuple(f"{violation.root}:{module}" for module in violation.modules or ("",))
+    return all(path.startswith(prefixes) for _, path in group.members)
+
+
+def _merged(kept: Sequence[Group]) -> list[Group]:
+    """Kept groups in order, those of one cause made one where there are many."""
+    same: dict[tuple[Any, ...], list[Group]] = {}
+    for group in kept:
+        key = (group.arm, group.code, group.observation, group.violation is None)
+        same.setdefault(key, []).append(group)
+    merged = []
+    for groups in same.values():
+        if len(groups) > _MAX_GROUPS:
+            for other in groups[1:]:
+                groups[0].absorb(other)
+            groups = groups[:1]
+        merged += groups
+    return merged
+
+
+def _consequences(group: Group) -> list[dict[str, Any]]:
+    """Folded groups, counted by code and observation: [{code, observation, count, ranks, path}]."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    waiting = list(group.consequences)
+    while waiting:
+        folded = waiting.pop(0)
+        waiting += folded.consequences
+        entry = found.setdefault(
+            (folded.code, folded.observation),
+            {
+                "code": folded.code,
+                "observation": folded.observation,
+                "count": 0,
+                "ranks": [],
+                "path": folded.examples[0].path,
+            },
+        )
+        entry["count"] += len(folded.members)
+        entry["ranks"] = sorted({*entry["ranks"], *folded.ranks})
+    return list(found.values())
+
+
+_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
+
+
+@lru_cache(maxsize=65536)
+def module_group(path: str) -> str:
+    """`target:model.layers.3.self_attn.o_norm.weight` -> `target:model.layers.*.self_attn`.
+
+    Numbers become `*`, and what follows the child of a numbered layer is dropped.
+    """
+    root, _, rest = path.rpartition(":")
+    names = _INDEX.sub("*", rest).split(".")
+    if "*" in names:
+        names = names[: names.index("*") + 2]
+    elif len(names) > 1:
+        names = names[:-1]
+    return f"{root}:{'.'.join(names)}" if root else ".".join(names)

@@ -1,0 +1,288 @@
+"""Judges the checks that read tensors, one rank at a time, so that memory holds one rank's audits only."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from orchestrator.judge.attempt import Arm, Attempt, Moment
+from orchestrator.judge.compare import ADDRESSED, compare, moved, unchanged
+from orchestrator.judge.diagnose import Cause, View, explain, explain_parts, wrong_parts
+from orchestrator.judge.findings import Ledger
+from orchestrator.judge.places import Places
+from orchestrator.judge.records import Audit, Reader, collector_paused
+
+Check = Mapping[str, Any]
+RULES = ("equal", "all_changed", "stable_storage", "replicas", "checkpoint", "coverage")
+
+
+@dataclass
+class Tally:
+    """What one check saw so far. differing: tensors that violate it, by rank. errors: why it cannot decide."""
+
+    check: Check
+    counts: Counter[str] = field(default_factory=Counter)
+    differing: Counter[int] = field(default_factory=Counter)
+    errors: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def violations(self) -> int:
+        return self.differing.total()
+
+
+@dataclass
+class Coverage:
+    """Totals of one observation over all ranks and roots, bytes."""
+
+    expected: int = 0
+    audited: int = 0
+    vacuous: int = 0
+    unclassified: int = 0
+    unreachable: int = 0
+    silent_ranks: int = 0  # ranks without totals
+    missing: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def fraction(self) -> float:
+        return self.audited / self.expected if self.expected else 0.0
+
+    def add(self, audit: Audit) -> None:
+        self.silent_ranks += not any(s["bytes_expected"] for s in audit.sources)
+        for source in audit.sources:
+            self.expected += source["bytes_expected"]
+            self.audited += source["bytes_audited"]
+            self.missing.update(dict.fromkeys(source.get("missing", ())))
+        self.unreachable += len(audit.unreachable)
+        for tensor in audit.tensors.values():
+            if not tensor["nbytes"]:
+                self.vacuous += tensor["class"] in ADDRESSED
+            elif tensor["class"] == "unclassified":
+                self.unclassified += 1
+
+
+class TensorJudge:
+    """All tensor checks of one arm. After `run`: `tallies` by check name, `coverage` by observation."""
+
+    def __init__(self, attempt: Attempt, arm: Arm, reader: Reader, ledger: Ledger) -> None:
+        self.attempt, self.arm, self.reader, self.ledger = attempt, arm, reader, ledger
+        checks = attempt.cell["load_path"]["checks"]
+        self.tallies = {check["name"]: Tally(check) for check in checks if check["rule"] in RULES}
+        self.observations = attempt.with_collector("tensors")
+        self.coverage = {name: Coverage() for name in self.observations}
+        self._places: dict[str, Places] = {}
+        self._replicas: dict[str, list[dict[str, str]]] = {name: [] for name in self.observations}
+        self._audits: dict[str, Audit | None] = {}
+        self._rank = 0
+
+    def run(self) -> None:
+        with collector_paused():
+            for rank in range(self.attempt.ranks):
+                self._rank = rank
+                self._audits = {}
+                for name in self.observations:
+                    self.coverage[name].add(self._audit(name) or Audit(rank))
+                for tally in self.tallies.values():
+                    self._judge(tally)
+            self._audits = {}
+            for tally in self.tallies.values():
+                if tally.check["rule"] == "replicas":
+                    self._compare_replicas(tally)
+
+    def _judge(self, tally: Tally) -> None:
+        match tally.check["rule"]:
+            case "equal":
+                self._equal(tally)
+            case "all_changed":
+                self._all_changed(tally)
+            case "stable_storage":
+                self._stable_storage(tally)
+            case "checkpoint":
+                self._checkpoint(tally)
+            case "replicas":
+                for name, audit in self._named(tally):
+                    self._replicas[name].append(_fingerprints(audit))
+            case "coverage":
+                pass  # gathered for every observation
+
+    # One rank ------------------------------------------------------------------------------------------
+
+    def _audit(self, name: str) -> Audit | None:
+        """This rank's audit of an observation or reference; None where there is no whole one."""
+        if name not in self._audits:
+            folder = self.arm.observation(name)
+            known = name.startswith("fresh.") or name in self.observations
+            audit = self.reader.audit(folder, self._rank) if folder and known else None
+            self._audits[name] = audit if audit and audit.whole else None
+        return self._audits[name]
+
+    def _demand(self, tally: Tally, name: str) -> Audit | None:
+        """As `_audit`, and the check cannot decide without it."""
+        audit = self._audit(name)
+        if audit is None and name.startswith("fresh.") and self.arm.observation(name) is None:
+            tally.errors[f"there is no reference `{name}` for arm {self.arm.name}"] = None
+        elif audit is None and not name.startswith("fresh.") and name not in self.observations:
+            tally.errors[f"there is no observation `{name}` that collects tensors"] = None
+        elif audit is None:
+            tally.errors[f"the records of `{name}` are not whole"] = None
+        return audit
+
+    def _named(self, tally: Tally) -> list[tuple[str, Audit]]:
+        """The observation that a check names, or all of them."""
+        left = tally.check["left"]
+        audits = [(name, self._demand(tally, name)) for name in ([left] if left else self.observations)]
+        return [(name, audit) for name, audit in audits if audit is not None]
+
+    def _pair(self, tally: Tally) -> tuple[str, str, Audit, Audit] | None:
+        """(observed, expected) names and audits; a reference is always the expected side."""
+        left, right = tally.check["left"], tally.check["right"]
+        if left.startswith("fresh.") and not right.startswith("fresh."):
+            left, right = right, left
+        observed, expected = self._demand(tally, left), self._demand(tally, right)
+        if observed is None or expected is None:
+            return None
+        return left, right, observed, expected
+
+    def _equal(self, tally: Tally) -> None:
+        pair = self._pair(tally)
+        if pair is None:
+            return
+        left, right, observed, expected = pair
+        counts, differences = compare(observed, expected)
+        tally.counts += counts
+        if not differences:
+            return
+        tally.differing[self._rank] += len(differences)
+        view = self._view(left, right, observed, expected)
+        for difference in differences:
+            self._add(tally, left, explain(view, difference))
+
+    def _all_changed(self, tally: Tally) -> None:
+        left, right = tally.check["left"], tally.check["right"]
+        before, after = self._demand(tally, left), self._demand(tally, right)
+        if before is None or after is None:
+            return
+        counts, same = unchanged(before, after)
+        tally.counts += counts
+        for path, part, record in same:
+            # With the checkpoint's word that the slice should be another one, the old value is stale.
+            known = bool(part) and record["expected"] is not None and record["expected"] != record["fp"]
+            fps = {"now": record["fp"], "before": record["fp"]}
+            cause = Cause("stale" if known else "not_changed", self._rank, path, part, **fps)
+            self._add(tally, right, [cause])
+        if same:
+            tally.differing[self._rank] += len({path for path, _, _ in same})
+
+    def _stable_storage(self, tally: Tally) -> None:
+        if len(self.observations) < 2:
+            tally.errors["addresses need two observations with tensors to be compared"] = None
+            return
+        first = self._demand(tally, self.observations[0])
+        gone: set[str] = set()
+        for name in self.observations[1:]:
+            later = self._demand(tally, name)
+            if first is None or later is None:
+                continue
+            if first.header.get("pid") != later.header.get("pid"):
+                tally.errors[f"rank {self._rank} is another process in `{name}` than before"] = None
+                continue
+            looked_at, differences = moved(first, later)
+            tally.counts.update(stable=looked_at - len(differences), moved=len(differences))
+            gone |= {difference.path for difference in differences}
+            for difference in differences:
+                end = "; it is gone" if difference.status == "missing" else ""
+                note = f"since `{self.observations[0]}`{end}"
+                self._add(tally, name, [Cause("moved", self._rank, difference.path, note=note)])
+        if gone:
+            tally.differing[self._rank] += len(gone)
+
+    def _checkpoint(self, tally: Tally) -> None:
+        for name, audit in self._named(tally):
+            for path, wrong, parts, unknown in wrong_parts(audit):
+                tally.counts.update(
+                    right=parts - len(wrong) - unknown, wrong=len(wrong), unverifiable=unknown
+                )
+                if wrong:
+                    tally.differing[self._rank] += 1
+                    view = self._view(name, name, audit, audit)
+                    self._add(tally, name, explain_parts(view, path, wrong))
+
+    def _view(self, left: str, right: str, observed: Audit, expected: Audit) -> View:
+        moment = self.attempt.moments[left]
+        before = moment.before if moment.before in self.observations else f"fresh.{moment.previous}"
+        truth = f"fresh.{moment.checkpoint}"
+        return View(
+            observed,
+            expected,
+            before=self._audit(before) if moment.previous else None,
+            truth=self._audit(truth),
+            places=self._places_of(left, truth).of,
+            identical_runs=self._identical_runs(moment, right),
+        )
+
+    def _identical_runs(self, moment: Moment, right: str) -> bool:
+        """Whether both sides are the same kind of load of the same checkpoint."""
+        other = self.attempt.moments.get(right)
+        if other is not None:
+            return other is not moment and (other.checkpoint, other.via) == (moment.checkpoint, moment.via)
+        return moment.load == 0 and right == f"fresh.{moment.checkpoint}" and moment.via != "dummy"
+
+    def _places_of(self, observation: str, truth: str) -> Places:
+        if observation not in self._places:
+            folders = (self.arm.observation(observation), self.arm.observation(truth))
+            self._places[observation] = Places(self.reader, [f for f in folders if f], self.attempt.ranks)
+        return self._places[observation]
+
+    def _add(self, tally: Tally, observation: str, causes: Sequence[Cause]) -> None:
+        self.ledger.add(self.arm.name, observation, tally.check["name"], causes)
+
+    # Across ranks --------------------------------------------------------------------------------------
+
+    def _compare_replicas(self, tally: Tally) -> None:
+        groups = list(replica_groups(self.attempt.cell["parallelism"], self.attempt.ranks))
+        tally.counts["groups"] = len(groups)
+        for name, by_rank in self._replicas.items():
+            if len(by_rank) == self.attempt.ranks:  # else the check has an error already
+                for ranks, experts in groups:
+                    self._compare_group(tally, name, ranks, experts, by_rank)
+
+    def _compare_group(
+        self, tally: Tally, name: str, ranks: Sequence[int], experts: bool, by_rank: list[dict[str, str]]
+    ) -> None:
+        maps = [{p: fp for p, fp in by_rank[r].items() if is_expert(p) == experts} for r in ranks]
+        tally.counts["compared"] += len(maps[0])
+        if all(other == maps[0] for other in maps[1:]):
+            return
+        for path in dict.fromkeys(p for m in maps for p in m):
+            values = [m.get(path) for m in maps]
+            majority, _ = Counter(values).most_common(1)[0]
+            for rank, value in zip(ranks, values, strict=True):
+                if value != majority:
+                    tally.differing[rank] += 1
+                    cause = Cause("replicas_differ", rank, path, now=value, expected=majority)
+                    self._add(tally, name, [cause])
+
+
+def replica_groups(parallelism: Mapping[str, Any], ranks: int) -> Iterator[tuple[list[int], bool]]:
+    """(ranks that hold the same shard, whether of the routed experts): equal tensor-parallel index for
+    everything else, equal expert-parallel index for experts (which are sharded like the rest without it)."""
+    expert_shards = parallelism["ep"] if parallelism["ep"] > 1 else parallelism["tp"]
+    for size, experts in ((parallelism["tp"], False), (expert_shards, True)):
+        for first in range(size):
+            group = list(range(first, ranks, size))
+            if len(group) > 1:
+                yield group, experts
+
+
+def _fingerprints(audit: Audit) -> dict[str, str]:
+    return {path: t["fp"] for path, t in audit.tensors.items() if t["class"] in ADDRESSED and t["nbytes"]}
+
+
+@lru_cache(maxsize=1 << 17)
+def is_expert(path: str) -> bool:
+    """Whether a tensor belongs to routed experts, which differ between expert-parallel ranks."""
+    return _EXPERTS.search(path) is not None
+
+
+_EXPERTS = re.compile(r"(?<![A-Za-z_])experts?(?![A-Za-z])")
