@@ -28,7 +28,7 @@ Position = tuple[
 @dataclass
 class Failure:
     """`error` of result.json. type: rank_killed, rank_failed, out_of_memory, disk_full, hang, connection_lost,
-    node_lost, node_failed, launch_failed, stopped, time_limit, preflight, checkpoint, code, judge."""
+    node_lost, node_failed, launch_failed, stopped, preempted, time_limit, lost, preflight, checkpoint, code, judge."""
 
     type: str
     message: str

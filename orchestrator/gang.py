@@ -42,7 +42,7 @@ def run(gang_set: GangSet, allocation: Allocation | None, step_timeout_s: float,
     with (gang_set.folder / "node.log").open("ab") as errors:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,  # its end tells all node parents to stop, also when the driver just dies
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=gang_set.tree,
@@ -80,8 +80,8 @@ class _Watch:
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """Ends the command if it still runs: in order within STOP_S, by force after that."""
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        assert process.stdin is not None
+        process.stdin.close()
         deadline = time.monotonic() + STOP_S
         while process.poll() is None and time.monotonic() < deadline:
             self._read(process)

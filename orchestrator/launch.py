@@ -114,7 +114,7 @@ def _on_one_machine(allocation: Allocation | None) -> bool:
 
 def launch_command(gang_set: GangSet, allocation: Allocation | None) -> list[str]:
     parallelism = gang_set.gangs[0].parallelism
-    node = [gang_set.python, "-m", "workloads.node", str(gang_set.folder)]
+    node = [gang_set.python, "-m", "workloads.node", str(gang_set.folder), "--attended"]
     if allocation is None:
         return [*node, "--node-rank", "0", "--ranks", f"0:{parallelism.ranks}", "--parent", str(os.getpid())]
     if len(allocation.hosts) < parallelism.nodes:

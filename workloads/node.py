@@ -1,8 +1,9 @@
 """Parent of the ranks of one node: imports torch once, runs the gangs of a set in order, reports every exit.
 
 `python -m workloads.node SET --node-rank I --ranks LO:HI` reads `SET/gangs.json`, a list of gang files, and
-writes one JSON event per line to standard output, where the driver (or a person) listens. A broken pipe means
-that the driver is gone, and ends the ranks. SIGTERM writes the stacks of all ranks into their logs and ends them.
+writes one JSON event per line to standard output, where the driver (or a person) listens. With `--attended` the
+end of standard input is the order to stop, given by the driver or by its death; SIGTERM is the same order. Then,
+and when a rank fails, the stacks of the ranks go into their logs before they are ended.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -57,15 +59,25 @@ class Events:
 
 
 class StopOrder:
-    """Remembers that SIGTERM or SIGINT came. Not an exception: it may come while the ranks are being ended."""
+    """Whether the gangs are to stop. Not an exception: the order may come while ranks are being ended.
 
-    def __init__(self) -> None:
-        self.given = False
+    attended: a listener holds the other end of standard input, and its end is an order too. Slurm's own signals
+    are no way to give one: they reach the ranks as well, which die before their stacks are known.
+    """
+
+    def __init__(self, attended: bool) -> None:
+        self._attended = attended
+        self._signalled = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
-        self.given = True
+        self._signalled = True
+
+    def given(self) -> bool:
+        while self._attended and not self._signalled and select.select([0], [], [], 0)[0]:
+            self._signalled = not os.read(0, 4096)
+        return self._signalled
 
 
 @dataclass
@@ -127,6 +139,7 @@ def _fork_rank(gang_file: Path, rank: int, output: int, report: int, events: Eve
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         os.setpgid(0, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
         events.close()
@@ -214,7 +227,7 @@ def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, orde
     try:
         for rank in ranks:
             members[rank] = start_rank(spec, gang_file, rank, events)
-        while members and well and not order.given and not events.broken:
+        while members and well and not order.given() and not events.broken:
             well = reap(spec.name, members, events, stopped=False)
             time.sleep(POLL_S)
         well = well and not members
@@ -224,16 +237,16 @@ def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, orde
     return well
 
 
-def run_set(folder: Path, ranks: range, events: Events) -> int:
+def run_set(folder: Path, ranks: range, events: Events, attended: bool) -> int:
     gang_files = [Path(name) for name in json.loads((folder / "gangs.json").read_text())]
     specs = [GangSpec.read(path) for path in gang_files]
     for spec in filter(forks, specs):
         preload(spec)
-    order = StopOrder()
+    order = StopOrder(attended)
     for spec, gang_file in zip(specs, gang_files, strict=True):
         events.emit("gang_started", gang=spec.name)
-        if order.given or not run_gang(spec, gang_file, ranks, events, order):
-            return 128 + signal.SIGTERM if order.given else 1
+        if order.given() or not run_gang(spec, gang_file, ranks, events, order):
+            return 128 + signal.SIGTERM if order.given() else 1
         events.emit("gang_ended", gang=spec.name)
     return 0
 
@@ -245,6 +258,7 @@ def main() -> int:
     parser.add_argument(
         "--ranks", required=True, metavar="LO:HI", help="global ranks of this node, HI excluded"
     )
+    parser.add_argument("--attended", action="store_true", help="stop at the end of standard input")
     parser.add_argument("--parent", type=int, help="pid whose death ends this node (on the driver's machine)")
     options = parser.parse_args()
     if options.parent is not None:
@@ -260,7 +274,7 @@ def main() -> int:
     events.emit("node_started", host=socket.gethostname(), pid=os.getpid(), step=step, source=__file__)
     low, high = map(int, options.ranks.split(":"))
     try:
-        return run_set(options.set, range(low, high), events)
+        return run_set(options.set, range(low, high), events, options.attended)
     except Exception as error:
         from workloads.rank import failure_report
 

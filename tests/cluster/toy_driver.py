@@ -1,0 +1,44 @@
+"""What a driver does with one set of gangs, without a cell: `toy_driver.py FOLDER VIA TIMEOUT`, outcome as JSON."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from orchestrator.failure import AttemptError
+from orchestrator.gang import run
+from orchestrator.launch import GangSet, find_allocation, free_port, master_address
+from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
+
+ROOT = Path(__file__).parents[2]
+
+
+def main() -> None:
+    folder, via, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    allocation = find_allocation(os.environ)
+    spec = GangSpec(
+        name="candidate",
+        output=str(folder / "candidate"),
+        model=Model(),
+        parallelism=Parallelism(tp=4, dp=4, ep=16, nodes=4, gpus_per_node=4),
+        backend=Backend(engine="toy_engine:ToyEngine"),
+        checkpoints={},
+        checkpoint_dirs={},
+        steps=[Step("start", "old", "sum"), Step("update", "new", via)],
+        master_addr=master_address(allocation),
+        master_port=free_port(),
+    )
+    toy = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'native'}"}
+    events: list[dict] = []
+    error = None
+    try:
+        gangs = GangSet(folder / "set", [spec], ROOT, parents=4, environment=toy)
+        run(gangs, allocation, timeout_s, lambda e: events.append(dict(e)))
+    except AttemptError as caught:
+        error = asdict(caught.failure)
+    (folder / "outcome.json").write_text(json.dumps({"error": error, "events": events}))
+
+
+if __name__ == "__main__":
+    main()
