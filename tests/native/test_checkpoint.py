@@ -161,7 +161,7 @@ def test_folder_without_index(tmp_path: Path) -> None:
             "'../secret.safetensors', which is not a plain file name",
         ),
         ('{"weight_map": {"a": 3}}', "placed in 3, which is not a plain file name"),
-        ('{"weight_map": {"a": "m.safetensors", "a": "n.safetensors"}}', "'a' appears twice"),
+        ('{"weight_map": {"a": ["m"]}}', "placed in ['m'], which is not a plain file name"),
     ],
 )
 def test_broken_index(tmp_path: Path, text: str, message: str) -> None:
@@ -241,15 +241,21 @@ def test_file_without_a_header(tmp_path: Path, content: bytes) -> None:
     [
         ('{"x": ', "broken JSON"),
         ("3", "expected a JSON object, found int"),
-        ('{"x": 1, "x": 2}', "'x' appears twice"),
+        (
+            f'{{"x": {json.dumps(_entry(0, 2))}, "x": {json.dumps(_entry(2, 4))}}}',
+            "'x' leaves a hole before it",
+        ),
         ({"x": {"dtype": "U8"}}, "entry of 'x' lacks dtype, shape or data_offsets"),
         ({"__metadata__": [], "x": _entry(0, 4)}, "'__metadata__' is a list, expected a JSON object"),
+        ({"x": {**_entry(0, 4), "data_offsets": [4]}}, "entry of 'x' lacks dtype, shape or data_offsets"),
+        ({"x": {**_entry(0, 4), "dtype": ["U8"]}}, "entry of 'x' lacks dtype, shape or data_offsets"),
+        ({"x": {**_entry(0, 4), "shape": 4}}, "entry of 'x' lacks dtype, shape or data_offsets"),
         ({"x": 7}, "entry of 'x' lacks dtype, shape or data_offsets"),
         ({"x": _entry(0, 4, "Q3")}, "dtype 'Q3', which is not read here"),
-        ({"x": _entry(0, 4, "U8", [-4])}, "shape [-4], expected non-negative integers"),
+        ({"x": _entry(0, 4, "U8", [-4])}, "has shape [-4] at [0, 4], expected non-negative integers"),
         ({"x": _entry(0, 4, "U8", [True, 4])}, "expected non-negative integers"),
         ({"x": _entry(0, 4, "F32", [2])}, "needs 8 bytes, its data_offsets [0, 4] give 4"),
-        ({"x": _entry(-2, 2)}, "its data_offsets [-2, 2]"),
+        ({"x": _entry(-2, 2)}, "has shape [4] at [-2, 2], expected non-negative integers"),
         (
             {"x": _entry(0, 3), "y": _entry(2, 4)},
             "'y' overlaps the tensor before it: its data starts at 2, expected 3",

@@ -158,6 +158,15 @@ def test_region_outside_the_tensor_is_refused(folder: Path) -> None:
         _view(folder, "every_tensor").slice(SCALE, ((0, 9999), (0, 1)))
 
 
+def test_blocks_do_not_show(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {
+        name: _view(folder, "every_tensor").get(name) for name in (PACKED, SCALE, LAYER + "self_attn.A_log")
+    }
+    monkeypatch.setattr(perturb, "BLOCK", 100)
+    for name, tensor in whole.items():
+        assert torch.equal(_view(folder, "every_tensor").get(name), tensor)
+
+
 def test_empty_slice_is_empty(folder: Path) -> None:
     assert _view(folder, "every_tensor").slice(SCALE, ((3, 0), (0, 4))).shape == (0, 4)
 
@@ -251,7 +260,7 @@ def test_change_that_leaves_an_element_is_noticed(
     right = perturb._changed
 
     def forgets_the_last_row(
-        name: str, dtype: str, before: torch.Tensor, noise: torch.Tensor
+        name: str, dtype: str, before: torch.Tensor, noise: list[torch.Tensor]
     ) -> torch.Tensor:
         return torch.cat([right(name, dtype, before, noise)[:-1], before[-1:]])
 

@@ -7,7 +7,7 @@ finite range stay, and each change is checked as it is made.
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,7 @@ KINDS = ("every_tensor", "one_tensor", "scales_only", "expert_tagged")
 TAG_SCALE = 117  # tagged scale bytes are this plus an octal digit of the expert id: 2^-10 to 2^-3
 TAG_DIGITS = 4  # octal digits of an expert id in its scales
 TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the expert id, low byte first
+BLOCK = 1 << 20  # bytes changed at a time
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MANTISSA = {
     torch.bfloat16: (torch.int16, 0),
@@ -102,24 +103,36 @@ class PerturbedCheckpoint:
             return self._base.slice(name, region)
         if self._kind == "expert_tagged":  # checked as a whole: a few bytes of a tag may equal the base's
             return narrow(self._tagged(name, meta), region)
-        before = self._base.slice(name, region)
-        after = _changed(name, meta.dtype, before, self._noise(name, meta.shape, region))
-        _require_difference(name, meta.dtype, before, after, everywhere=True)
-        return after
+        return self._elementwise(name, meta, region)
 
     def identity(self) -> str:
         text = "\n".join([self._base.identity(), self._kind, str(self._seed), self._target])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
-    def _noise(self, name: str, shape: tuple[int, ...], region: Region) -> torch.Tensor:
-        """uint8 of the region's shape: a sum of one random vector per dimension, so that any part is computed alone."""
-        noise = torch.zeros([length for _, length in region], dtype=torch.uint8)
+    def _elementwise(self, name: str, meta: TensorMeta, region: Region) -> torch.Tensor:
+        before = self._base.slice(name, region)
+        after = torch.empty(before.shape, dtype=before.dtype)
+        first, *others = self._noise(name, meta.shape, region) or [torch.zeros(1, dtype=torch.uint8)]
+        old, new = (tensor if tensor.dim() else tensor.view(1) for tensor in (before, after))
+        step = max(1, BLOCK // max(1, old[:1].nbytes))
+        for start in range(
+            0, len(old), step
+        ):  # blocks that stay in the cache: a fresh page costs more than the change
+            rows = slice(start, start + step)
+            new[rows] = _changed(name, meta.dtype, old[rows], [first[rows], *others])
+            _require_difference(name, meta.dtype, old[rows], new[rows], everywhere=True)
+        return after
+
+    def _noise(self, name: str, shape: tuple[int, ...], region: Region) -> list[torch.Tensor]:
+        """One random uint8 vector per dimension, shaped to broadcast over the region. An element's noise is the XOR of
+        its entries, so that any part is computed alone."""
+        vectors = []
         for dim, (size, (start, length)) in enumerate(zip(shape, region, strict=True)):
             key = hashlib.sha256(f"{self._seed}/{name}/{dim}".encode()).digest()[:16]
             words = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(-(-size // 8))
             vector = torch.from_numpy(words.view(np.uint8)[start : start + length].copy())
-            noise += vector.view([-1 if d == dim else 1 for d in range(len(shape))])
-        return noise
+            vectors.append(vector.view([-1 if d == dim else 1 for d in range(len(shape))]))
+        return vectors
 
     def _tagged(self, name: str, meta: TensorMeta) -> torch.Tensor:
         """A tensor of a routed expert [rows, columns] with the expert's id in it."""
@@ -131,7 +144,7 @@ class PerturbedCheckpoint:
             position = (torch.arange(rows)[:, None] + torch.arange(columns)) % TAG_DIGITS
             after = (TAG_SCALE + (expert >> 3 * position & 7)).to(torch.uint8).view(before.dtype)
         else:
-            after = _changed(name, meta.dtype, before, self._noise(name, meta.shape, whole(meta.shape)))
+            after = self._elementwise(name, meta, whole(meta.shape))
             for byte in range(TAG_BYTES):
                 after[:, byte] = expert >> 8 * byte & 0xFF
         _require_difference(name, meta.dtype, before, after, everywhere=False)
@@ -160,26 +173,37 @@ def write_perturbed(view: PerturbedCheckpoint, folder: Path, shard_bytes: int = 
     )
 
 
-def _changed(name: str, dtype: str, before: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """`before` with every element changed, valid for its dtype. noise: uint8 of the same shape."""
+def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`before` with every element changed, valid for its dtype. noise: uint8 vectors that broadcast over it."""
     if is_e8m0(name, dtype):
-        up = (noise & 1).to(torch.int16) * 2 - 1
+        up = (_combined(noise, before) & 1).to(torch.int16) * 2 - 1
         stepped = raw_bytes(before).to(torch.int16) + up
         stepped = torch.where((stepped < 0) | (stepped > 254), stepped - 2 * up, stepped)  # 255 is NaN
         return stepped.to(torch.uint8).view(before.dtype)
-    if dtype == "U8" and name.endswith("weight_packed"):
-        return before ^ (noise & 0x22 | 0x11)  # bit 0 of both nibbles, and bit 1 of some: every code is valid
     if dtype in ("F8_E4M3", "F8_E5M2"):
-        return _changed_fp8(dtype, before, noise)
-    if before.dtype in _MANTISSA:
-        integers, shift = _MANTISSA[before.dtype]
-        bits = (noise & 7).to(integers) << shift
-        lowest = 1 << shift
-        return (before.view(integers) ^ (bits | lowest)).view(before.dtype)
-    raise CheckpointError(
-        f"Tensor {name!r} has dtype {dtype}, for which no perturbation is defined. Use one_tensor or scales_only on "
-        "a tensor of packed FP4, E8M0, FP8, BF16, F16 or F32."
-    )
+        return _changed_fp8(dtype, before, _combined(noise, before))
+    if dtype == "U8" and name.endswith(
+        "weight_packed"
+    ):  # bit 0 of both nibbles, bit 1 of some: all codes are valid
+        integers, fixed, free, shift = torch.uint8, 0x11, 0x22, 0
+    elif before.dtype in _MANTISSA:
+        fixed, free, (integers, shift) = 1, 6, _MANTISSA[before.dtype]
+    else:
+        raise CheckpointError(
+            f"Tensor {name!r} has dtype {dtype}, for which no perturbation is defined. Use one_tensor or scales_only "
+            "on a tensor of packed FP4, E8M0, FP8, BF16, F16 or F32."
+        )
+    after = before.view(integers) ^ (fixed << shift)
+    for vector in noise:
+        after ^= (vector & free).to(integers) << shift
+    return after.view(before.dtype)
+
+
+def _combined(noise: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    combined = torch.zeros(like.shape, dtype=torch.uint8)
+    for vector in noise:
+        combined ^= vector
+    return combined
 
 
 def _changed_fp8(dtype: str, before: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -206,10 +230,10 @@ def _require_difference(
         )
     if is_e8m0(name, dtype):
         valid = raw_bytes(before) != 0xFF
-    elif after.element_size() > 1:
-        valid = after.isfinite()
+    elif dtype == "U8":
+        return
     else:
-        valid = after.to(torch.float32).isfinite()
+        valid = after.isfinite() if after.element_size() > 1 else after.to(torch.float32).isfinite()
     if not valid.all():
         raise CheckpointError(
             f"Perturbing tensor {name!r} found {int((~valid).sum())} values of the base that are no finite numbers. "

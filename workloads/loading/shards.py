@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,8 +45,7 @@ class TensorMeta(NamedTuple):
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a tensor lies: file name and the byte at which its data starts in that file."""
 
     file: str
@@ -133,7 +133,7 @@ def _read_index(folder: Path) -> dict[str, set[str]] | None:
         raise CheckpointError(f"{path}: 'weight_map' is missing or empty. Fetch the index file again.")
     placed: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or (file not in placed and Path(file).name != file):
             raise CheckpointError(
                 f"{path}: tensor {tensor!r} is placed in {file!r}, which is not a plain file name in this folder. "
                 "Fetch the index file again."
@@ -177,9 +177,7 @@ def _read_shard(path: Path) -> ShardFile:
     broken = [entry for entry in parsed if isinstance(entry, str)]
     if broken:
         raise CheckpointError(broken)
-    entries = sorted(
-        (e for e in parsed if not isinstance(e, str)), key=lambda entry: (entry.begin, entry.end)
-    )
+    entries = sorted((e for e in parsed if not isinstance(e, str)), key=itemgetter(2, 3))
     _check_offsets(path, entries, size - 8 - length)
     tensors = {e.name: Location(path.name, 8 + length + e.begin, e.meta) for e in entries}
     return ShardFile(size, hashlib.sha256(raw).hexdigest(), metadata, tensors)
@@ -194,23 +192,28 @@ class _Entry(NamedTuple):
 
 def _parse_entry(path: Path, name: str, entry: Any) -> _Entry | str:
     """One tensor of a header, or the sentence that says what is wrong with it."""
-    match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]}:
-            pass
-        case _:
-            return f"{path}: the header entry of {name!r} lacks dtype, shape or data_offsets. Fetch the file again."
-    if dtype not in DTYPE_BYTES:
+    try:
+        dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        integers = all(type(number) is int and number >= 0 for number in (*shape, begin, end))
+        width = DTYPE_BYTES.get(dtype)
+    except (KeyError, TypeError, ValueError):
+        return (
+            f"{path}: the header entry of {name!r} lacks dtype, shape or data_offsets. Fetch the file again."
+        )
+    if width is None:
         known = ", ".join(DTYPE_BYTES)
         return f"{path}: tensor {name!r} has dtype {dtype!r}, which is not read here. Convert it to one of {known}."
-    if not all(type(length) is int and length >= 0 for length in shape):
-        return f"{path}: tensor {name!r} has shape {shape}, expected non-negative integers. Fetch the file again."
-    meta = TensorMeta(dtype, tuple(shape))
-    if begin < 0 or end - begin != meta.nbytes:
+    if not integers:
         return (
-            f"{path}: tensor {name!r} of {dtype} {shape} needs {meta.nbytes} bytes, its data_offsets "
+            f"{path}: tensor {name!r} has shape {shape} at [{begin}, {end}], expected non-negative integers. "
+            "Fetch the file again."
+        )
+    if end - begin != prod(shape) * width:
+        return (
+            f"{path}: tensor {name!r} of {dtype} {shape} needs {prod(shape) * width} bytes, its data_offsets "
             f"[{begin}, {end}] give {end - begin}. Fetch the file again."
         )
-    return _Entry(name, meta, begin, end)
+    return _Entry(name, TensorMeta(dtype, tuple(shape)), begin, end)
 
 
 def _check_offsets(path: Path, entries: Sequence[_Entry], available: int) -> None:
@@ -239,16 +242,8 @@ def _check_offsets(path: Path, entries: Sequence[_Entry], available: int) -> Non
 
 
 def _json_object(path: Path, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
-            raise CheckpointError(f"{path}: {twice!r} appears twice. Write the file again.")
-        return result
-
     try:
-        value = json.loads(raw, object_pairs_hook=unique)
+        value = json.loads(raw)
     except ValueError as error:  # JSON and UTF-8 errors both
         raise CheckpointError(f"{path}: broken JSON ({error}). Fetch the file again.") from error
     if not isinstance(value, dict):
