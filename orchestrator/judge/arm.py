@@ -95,15 +95,19 @@ class ArmJudge:
     def _tokens(self) -> Outcome:
         expected = "every request got tokens"
         asked = silent = tokens = 0
+        nothing = []
         for stem in ("generations", "gsm8k"):
             for name in self._attempt.with_collector(stem):
-                for record in self._reader.generations(self._arm.folder / name, stem).values():
-                    asked += 1
-                    tokens += len(record["token_ids"])
-                    silent += not record["token_ids"]
+                records = self._reader.generations(self._arm.folder / name, stem).values()
+                asked += len(records)
+                tokens += sum(len(record["token_ids"]) for record in records)
+                silent += sum(not record["token_ids"] for record in records)
+                nothing += [] if records else [f"{name}/{stem}"]
         counts = {"requests": asked, "silent": silent, "tokens": tokens}
-        verdict = "PASS" if tokens and not silent else "ERROR"
-        return Outcome(verdict, expected, f"{tokens} tokens, {silent} of {asked} requests got none", counts)
+        text = f"{tokens} tokens, {silent} of {asked} requests got none"
+        if nothing:
+            text += f"; no request is recorded in {', '.join(nothing)}"
+        return Outcome("ERROR" if silent or nothing else "PASS", expected, text, counts)
 
     def coverage(self) -> Json:
         """Totals of the observation that covers least, as result.json holds them."""

@@ -61,6 +61,17 @@ class Attempt:
         generated = any(c["path"] is None for c in self.cell["checkpoints"].values())
         return generated or self.cell["model"]["size"] == "proxy"
 
+    @property
+    def compared_references(self) -> set[str]:
+        """References whose tensors a check compares with; only those recorded any."""
+        sides = {
+            c[side]
+            for c in self.cell["load_path"]["checks"]
+            if c["rule"] == "equal"
+            for side in ("left", "right")
+        }
+        return {side for side in sides if side.startswith("fresh.")}
+
     def with_collector(self, collector: str) -> list[str]:
         return [m.name for m in self.moments.values() if collector in m.collect]
 
@@ -105,16 +116,10 @@ def check_files(attempt: Attempt, arm: Arm, reader: Reader) -> None:
             else:
                 reader.records(folder / f"{collector}.jsonl", 0)
     for name, gang in arm.references.items():
-        if _collects_tensors(attempt, name):
+        if name in attempt.compared_references:
             reader.ranks(gang / "fresh", "tensors", attempt.ranks)
     reader.ranks(arm.folder, "lifecycle", attempt.ranks)
     _check_progress(attempt, arm, reader)
-
-
-def _collects_tensors(attempt: Attempt, reference: str) -> bool:
-    """Whether a check compares tensors with that reference."""
-    checks = attempt.cell["load_path"]["checks"]
-    return any(c["rule"] == "equal" and reference in (c["left"], c["right"]) for c in checks)
 
 
 def _check_progress(attempt: Attempt, arm: Arm, reader: Reader) -> None:

@@ -164,8 +164,8 @@ def _same_matter(other: Group, group: Group) -> bool:
     """Whether `group` may be a mere consequence of `other` where both name the same tensors."""
     if group.violation is not None:
         return False
-    if group.code == "moved":
-        return other.code == "moved"
+    if "moved" in (group.code, other.code):  # addresses explain no bytes, and bytes no addresses
+        return group.code == other.code
     return other.code == group.code or other.observation == group.observation or group.code in _SYMPTOMS
 
 

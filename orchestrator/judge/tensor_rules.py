@@ -112,7 +112,7 @@ class TensorJudge:
         """This rank's audit of an observation or reference; None where there is no whole one."""
         if name not in self._audits:
             folder = self.arm.observation(name)
-            known = name.startswith("fresh.") or name in self.observations
+            known = name in self.observations or name in self.attempt.compared_references
             audit = self.reader.audit(folder, self._rank) if folder and known else None
             self._audits[name] = audit if audit and audit.whole else None
         return self._audits[name]
@@ -191,9 +191,9 @@ class TensorJudge:
             tally.counts.update(stable=looked_at - len(differences), moved=len(differences))
             gone |= {difference.path for difference in differences}
             for difference in differences:
-                end = "; it is gone" if difference.status == "missing" else ""
-                note = f"since `{self.observations[0]}`{end}"
-                self._add(tally, name, [Cause("moved", self._rank, difference.path, note=note)])
+                verb = "moved since" if difference.status == "moved" else "was there in"
+                note = f"it {verb} `{self.observations[0]}`"
+                self._add(tally, name, [Cause(difference.status, self._rank, difference.path, note=note)])
         if gone:
             tally.differing[self._rank] += len(gone)
 
