@@ -1,8 +1,10 @@
 """What one rank holds, part by part, from a model's dimensions: weights, kernel buffer, caches, peaks."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
+from pathlib import Path
 
 from orchestrator.schema import Root
 from workloads.models.kimi_k3.config import KimiK3Config
@@ -70,6 +72,14 @@ def update_bytes(root: Root) -> int:
     layers = model.num_layers - model.num_dense_layers + model.num_mtp_layers
     reused = {step.via for step in root.load_path.steps if step.do == "update"} == {"direct"}
     return layers * (w13 + w13_scale + w2_scale + (0 if reused else w2))
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of the container that limits it."""
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+    found = [text for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
+    return min([installed, *(int(text) for text in found)])
 
 
 def padded_intermediate(model: KimiK3Config, backend: Backend) -> int:

@@ -22,6 +22,8 @@ def explain(error: Exception, override: str | None = None) -> str:
         return " ".join(str(cause).split("Config search path")[0].split()) + "."
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and is_dataclass(cause.object_type):
         return unknown_key(str(cause.full_key or override), [f.name for f in fields(cause.object_type)])
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and override is not None:
+        return f"{override}: there is no {cause.full_key} yet; to add it, write +{override.lstrip('+')}."
     if isinstance(cause, OmegaConfBaseException):
         key = override or cause.full_key or "the config"
         return f"{key}: {str(cause).splitlines()[0]}."

@@ -33,9 +33,7 @@ class Reference:
 def freeze(root: Root, labels: dict[str, str]) -> Cell:
     """The cell of one config. Raises `provenance.ProvenanceError` when an arm's tree or an input file is not there."""
     load_path, collect = _without_skipped(root)
-    arms = {"candidate": _freeze_arm(root.code.candidate), "base": None}
-    if root.code.base.path is not None or root.code.base.commit is not None:
-        arms["base"] = _freeze_arm(root.code.base)
+    arms = {"base": None, **{name: _freeze_arm(arm) for name, arm in cell_arms(root).items()}}
     faults = ",".join(root.code.candidate.faults)
     return {
         "format": FORMAT,
@@ -52,6 +50,13 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "policy": asdict(root.policy),
         "cluster": {**asdict(root.cluster), "env": {k: str(v) for k, v in root.cluster.env.items()}},
     }
+
+
+def cell_arms(root: Root) -> dict[str, Arm]:
+    """The arms that run: `base` only where a path or a commit says which."""
+    code = root.code
+    has_base = code.base.path is not None or code.base.commit is not None
+    return {"candidate": code.candidate, **({"base": code.base} if has_base else {})}
 
 
 def canonical(data: Any) -> bytes:

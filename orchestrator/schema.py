@@ -12,16 +12,16 @@ from hydra.core.config_store import ConfigStore
 from workloads.spec import Backend, Checkpoint, Model, Parallelism, Sampling, Step
 
 RULES = {
-    "equal": "every tensor of `left` equals that of `right`, bit for bit",
-    "same_generations": "token ids and log-probabilities of `left` equal those of `right`",
-    "all_changed": "every weight of `right` differs from `left`",
+    "equal": "{left} == {right}: every tensor, bit for bit",
+    "same_generations": "{left} and {right} generate the same tokens with the same log-probabilities",
+    "all_changed": "every weight differs between {left} and {right}",
     "stable_storage": "no weight or derived tensor moved between observations",
     "replicas": "data-parallel replicas hold equal tensors",
-    "checkpoint": "the parts of `left` reassemble to the checkpoint; padding holds its creation value",
+    "checkpoint": "{left} reassembles to the checkpoint, padding holds its creation value",
     "lifecycle": "post-processing and the finalise hook ran once per load, never while generating",
     "coverage": "the audited bytes cover what the checkpoint put on each rank",
-    "gsm8k": "GSM8K accuracy",
-    "throughput": "requests of fixed shape per second",
+    "gsm8k": "GSM8K accuracy of {left}",
+    "throughput": "tokens per second of {left}",
 }
 COLLECTORS = ("tensors", "generations", "gsm8k", "throughput", "memory")
 

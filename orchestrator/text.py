@@ -14,7 +14,7 @@ SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECAS
 
 
 def seconds(time: str) -> int:
-    """ "1-02:00:00" -> 93600. Raises ValueError on another form."""
+    """`1-02:00:00` -> 93600. Raises ValueError on another form."""
     match = TIME.fullmatch(time)
     if match is None:
         raise ValueError(f"{time!r} is not a time of the form HH:MM:SS or D-HH:MM:SS.")

@@ -1,0 +1,101 @@
+"""Rules of where a cell runs and of the code that it runs."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from orchestrator import slurm, text
+from orchestrator.plan import cell_arms
+from orchestrator.provenance import SOURCES, checkout
+from orchestrator.schema import Cluster, Root
+
+Problems = Iterator[str]
+
+
+def one_of(key: str, value: str, options: list[str]) -> Problems:
+    if value not in options:
+        yield f"{key} is {value!r}; it must be one of: {', '.join(options)}."
+
+
+def _cluster(root: Root) -> Problems:
+    c, b, p = root.cluster, root.backend, root.parallelism
+    yield from one_of("cluster.kind", c.kind, ["local", "slurm"])
+    if b.device == "cuda" and c.device != "cuda":
+        yield (
+            f"backend.device is cuda, but cluster.device is {c.device}: choose a cluster with GPUs, or "
+            "backend=native."
+        )
+    elif b.device == "cuda" and b.arch != c.arch:
+        yield f"backend.arch is {b.arch}, but cluster.arch is {c.arch}; kernels are built for one of them."
+    for key, wanted, there in (
+        ("gpus_per_node", p.gpus_per_node, c.gpus_per_node),
+        ("nodes", p.nodes, c.max_nodes),
+    ):
+        if there is not None and wanted > there:
+            yield f"parallelism.{key} is {wanted}, but the cluster has {there}."
+    if c.segment and c.kind == "slurm" and p.ep > p.gpus_per_node and p.ep % p.gpus_per_node:
+        yield (
+            f"cluster.segment is on, but an EP group of {p.ep} does not fill whole nodes of {p.gpus_per_node} GPUs: "
+            "choose an ep that is a multiple of gpus_per_node."
+        )
+
+
+def _cluster_text(root: Root) -> Problems:
+    c = root.cluster
+    checks: list[tuple[str, Callable[[str, object], str | None]]] = [
+        ("time", text.time_problem),
+        ("partition_limit", text.time_problem),
+        ("nodelist", text.node_list_problem),
+        ("exclude", text.node_list_problem),
+        ("image", text.image_problem),
+        ("image_digest", text.digest_problem),
+        *((key, text.word_problem) for key in ("partition", "account", "qos", "constraint")),
+    ]
+    found = [check(f"cluster.{key}", getattr(c, key)) for key, check in checks]
+    found += [text.environment_problem("cluster.env", name, value) for name, value in c.env.items()]
+    yield from (problem for problem in found if problem is not None)
+    if c.kind == "slurm" and c.time is None:
+        yield 'cluster.time is not set; a Slurm job needs a limit: set cluster.time="HH:MM:SS".'
+    if c.kind == "slurm" and c.time is not None and not any(found):
+        asked, limit = text.seconds(c.time), _partition_limit(c)
+        if limit is not None and asked > limit:
+            yield (
+                f"cluster.time is {c.time} ({asked} s), but partition {c.partition or 'default'} allows {limit} s: "
+                "shorten it or choose another partition."
+            )
+
+
+def _partition_limit(cluster: Cluster) -> int | None:
+    if cluster.partition_limit is not None:
+        return text.seconds(cluster.partition_limit)
+    return slurm.partition_limit(cluster.partition)
+
+
+def _code(root: Root) -> Problems:
+    for name, arm in cell_arms(root).items():
+        key = f"code.{name}"
+        problem = text.word_problem(f"{key}.commit", arm.commit)
+        if problem:
+            yield problem
+        tree = Path(arm.path).expanduser() if arm.path is not None else checkout()
+        if not all((tree / folder).is_dir() for folder in SOURCES):
+            yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
+            continue
+        known = _faults(tree)
+        for fault in arm.faults:
+            if fault not in known:
+                yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
+    if root.code.base.faults and "base" not in cell_arms(root):
+        yield (
+            f"code.base.faults is {root.code.base.faults}, but there is no base: set code.base.path=. or "
+            "code.base.commit."
+        )
+
+
+@cache
+def _faults(tree: Path) -> list[str]:
+    modules = (tree / "workloads" / "faults").glob("[!_]*.py")
+    return sorted(module.stem for module in modules)
+
+
+RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _cluster_text, _code)

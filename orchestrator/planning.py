@@ -1,0 +1,88 @@
+"""Overrides in, frozen cells out: every problem of every cell at once, and nothing frozen while there is one."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from orchestrator.compose import Composed, ConfigError, compose
+from orchestrator.plan import Cell, cell_id, freeze
+from orchestrator.provenance import ProvenanceError
+from orchestrator.rules import problems
+from orchestrator.schema import Root
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One valid cell with the config that it was frozen from."""
+
+    id: str
+    cell: Cell
+    root: Root
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    store: str
+    rerun: bool
+    cells: list[Planned]
+
+
+def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | None = None) -> Plan:
+    """Cells that are equal in all that they measure are planned once. Raises ConfigError with all problems."""
+    composed = compose(arguments, multirun, config_dir)
+    cells: dict[str, Planned] = {}
+    for one in composed:
+        if one.root is None or (found := problems(one.root)):
+            one.problems += found if one.root is not None else []
+            continue
+        try:
+            frozen = freeze(one.root, one.labels)
+        except ProvenanceError as error:
+            one.problems.append(str(error))
+            continue
+        name = cell_id(frozen)
+        cells.setdefault(name, Planned(name, frozen, one.root))
+    wrong = _grouped(composed)
+    if not wrong:
+        wrong = _not_shared(list(cells.values()))
+    if wrong:
+        raise ConfigError(wrong)
+    root = next(iter(cells.values())).root
+    return Plan(root.name, root.store, root.rerun, list(cells.values()))
+
+
+def _grouped(composed: Sequence[Composed]) -> list[str]:
+    """Each problem once, with the cells that have it where not all do."""
+    having: dict[str, list[Composed]] = {}
+    for one in composed:
+        for problem in dict.fromkeys(one.problems):
+            having.setdefault(problem, []).append(one)
+    varied = {
+        key for one in composed for key, value in one.labels.items() if value != composed[0].labels.get(key)
+    }
+    return [
+        problem if len(cells) == len(composed) else f"{problem} ({_which(cells, varied)})"
+        for problem, cells in having.items()
+    ]
+
+
+def _which(cells: Sequence[Composed], varied: set[str], limit: int = 4) -> str:
+    names = [" ".join(f"{k}={v}" for k, v in one.labels.items() if k in varied) for one in cells[:limit]]
+    more = f" and {len(cells) - limit} more" if len(cells) > limit else ""
+    return f"in {len(cells)} cell{'s' if len(cells) > 1 else ''}: {'; '.join(names)}{more}"
+
+
+def _not_shared(cells: Sequence[Planned]) -> list[str]:
+    """An experiment has one name and one store."""
+    found = []
+    for key in ("name", "store", "rerun"):
+        values = sorted({str(getattr(one.root, key)) for one in cells})
+        if len(values) > 1:
+            found.append(
+                f"{key} is {' and '.join(values)}: it belongs to the whole experiment and cannot be swept."
+            )
+    name = cells[0].root.name
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+        found.append(f"name is {name!r}; it names a folder: letters, digits, '.', '_' and '-'.")
+    return found

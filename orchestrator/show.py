@@ -1,0 +1,218 @@
+"""Prints a plan: cells, layout, memory, steps, checks, references, batch script. At most 100 columns."""
+
+import sys
+from collections.abc import Callable, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from orchestrator import memory
+from orchestrator.plan import Cell, Reference, canonical, references
+from orchestrator.planning import Plan, Planned
+from orchestrator.rules import memory_limit
+from orchestrator.sbatch import script
+from orchestrator.schema import RULES, Root
+from orchestrator.store import Store
+from workloads.models.kimi_k3.tensors import bytes_by_component
+
+WIDTH = 100
+DETAILED = 12  # of more cells only the summary is printed
+SHORT = 12  # digits of an id in tables
+
+
+def console() -> Console:
+    """Colours and box drawing on a terminal, plain text in files and pipes."""
+    terminal = Console()
+    width = min(WIDTH, terminal.width) if terminal.is_terminal else WIDTH
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+def show_plan(out: Console, plan: Plan, store: Store) -> None:
+    _summary(out, plan, store)
+    if len(plan.cells) > DETAILED:
+        out.print(f"\nPlan up to {DETAILED} cells at once to see layout, memory, steps and scripts.")
+        return
+    for one in _distinct(plan.cells, lambda r: (r.model, r.parallelism, r.backend, r.cluster.memory_gb)):
+        _layout(out, one.root)
+        _memory(out, one.root)
+    for one in _distinct(plan.cells, lambda r: (r.model, r.checkpoints)):
+        _checkpoints(out, one.root)
+    shared = len({canonical(one.cell["load_path"]["checks"]) for one in plan.cells}) == 1
+    if shared:
+        out.print(f"\n[bold]Checks[/]{' of every cell' if len(plan.cells) > 1 else ''}")
+        _checks(out, plan.cells[0].cell)
+    for one in plan.cells:
+        _cell(out, one, store)
+        if not shared:
+            _checks(out, one.cell)
+        _where(out, one, store)
+
+
+def _distinct(planned: Sequence[Planned], key: Callable[[Root], object]) -> list[Planned]:
+    return list({repr(key(one.root)): one for one in reversed(planned)}.values())[::-1]
+
+
+def table(*columns: str, right: Sequence[str] = ()) -> Table:
+    style = box.SIMPLE_HEAD if sys.stdout.isatty() else None
+    made = Table(box=style, pad_edge=False, header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return made
+
+
+def _summary(out: Console, plan: Plan, store: Store) -> None:
+    planned = plan.cells
+    states = [_state(one, store) for one in planned]
+    todo = sum(state == "to run" for state in states)
+    out.print(f"[bold]Experiment {escape(plan.name)}[/]: cells {len(planned)}, to run {todo}")
+    varied = [key for key in planned[0].cell["labels"] if len({_label(one, key) for one in planned}) > 1]
+    common = [f"{k}={v}" for k, v in planned[0].cell["labels"].items() if k not in varied]
+    out.print(escape("  same in all: " + ", ".join(common)))
+    out.print()
+    rows = table("cell", *varied, "state")
+    for one, state in zip(planned, states, strict=True):
+        rows.add_row(one.id[:SHORT], *(escape(_label(one, key)) for key in varied), state)
+    out.print(rows)
+
+
+def _label(one: Planned, key: str) -> str:
+    return str(one.cell["labels"].get(key, ""))
+
+
+def _state(one: Planned, store: Store) -> str:
+    result = None if one.root.rerun else store.finished(one.id)
+    return "to run" if result is None else f"{result['verdict']}, reused"
+
+
+def _layout(out: Console, root: Root) -> None:
+    p, b = root.parallelism, root.backend
+    unit = "GPUs" if b.device == "cuda" else "processes"
+    out.print(
+        f"\n[bold]Layout[/] of {root.model.name}: {p.ranks} ranks = TP{p.tp} x DP{p.dp}, EP{p.ep}, "
+        f"{p.nodes} nodes x {p.gpus_per_node} {unit}"
+    )
+    where = b.device if b.device == b.arch else f"{b.device} {b.arch}"
+    out.print(f"  engine {b.engine} on {where}, MoE kernel {b.moe_kernel}, communication {b.communication}")
+    rows = table("node", "ranks", "DP rank", "TP ranks", "EP group")
+    for node in range(p.nodes):
+        ranks = range(node * p.gpus_per_node, (node + 1) * p.gpus_per_node)
+        rows.add_row(
+            str(node),
+            _span(ranks),
+            _span([rank // p.tp for rank in ranks]),
+            _span([rank % p.tp for rank in ranks]),
+            _span([rank // p.ep for rank in ranks]),
+        )
+    out.print(rows)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _memory(out: Console, root: Root) -> None:
+    parts = memory.memory_parts(root)
+    limit, limit_name = memory_limit(root)
+    needed = memory.total(parts)
+    name, unit = ("GB", 1e9) if needed >= 1e10 else ("MB", 1e6)
+    device = "GPU" if root.backend.device == "cuda" else "rank"
+    out.print(f"\n[bold]Memory of one {device}[/], from the model's dimensions")
+    rows = table("part", "kind", name, "from", right=(name,))
+    for part in parts:
+        rows.add_row(part.name, part.kind, f"{part.nbytes / unit:,.2f}", part.basis)
+    weights = memory.total(parts, "weights", "padding", "derived")
+    rows.add_section()
+    rows.add_row("all weights", "", f"{weights / unit:,.2f}", "with padding and derived ones")
+    of = (
+        f"of {limit / unit:,.1f} of {limit_name}: {(limit - needed) / unit:,.1f} left"
+        if limit
+        else "limit not known"
+    )
+    rows.add_row("total", "", f"{needed / unit:,.2f}", of)
+    out.print(rows)
+    _update_warning(out, root, needed, limit)
+
+
+def _update_warning(out: Console, root: Root, needed: int, limit: int | None) -> None:
+    extra = memory.update_bytes(root)
+    if limit is None or needed + extra <= limit or all(step.do != "update" for step in root.load_path.steps):
+        return
+    out.print(
+        f"[bold]Warning[/]: an update brings the expert parameters that finalising consumed back in all layers at "
+        f"once: {extra / 1e9:,.1f} GB more, {(needed + extra) / 1e9:,.1f} GB of {limit / 1e9:,.1f}. It will run out "
+        "of memory unless the engine does this layer by layer."
+    )
+
+
+def _checkpoints(out: Console, root: Root) -> None:
+    nbytes = sum(bytes_by_component(root.model.kimi_k3).values())
+    name, unit = ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
+    out.print(f"\n[bold]Checkpoints[/] of {root.model.name}, {nbytes / unit:,.1f} {name} each")
+    for key, checkpoint in root.checkpoints.items():
+        source = f"generated from seed {checkpoint.seed}" if checkpoint.path is None else checkpoint.path
+        change = "" if checkpoint.perturbation == "none" else f", perturbed: {checkpoint.perturbation}"
+        out.print(escape(f"  {key}: {source}{change}"))
+    if root.model.size == "full" and any(c.path is None for c in root.checkpoints.values()):
+        out.print(
+            "[bold]Warning[/]: set checkpoints.old.path and checkpoints.new.path to published weights; else"
+        )
+        out.print(
+            f"the store receives {nbytes / unit:,.0f} {name} of random ones, whose answers mean nothing."
+        )
+
+
+def _cell(out: Console, one: Planned, store: Store) -> None:
+    out.print(f"\n[bold]Cell {one.id}[/]")
+    out.print(escape("  " + ", ".join(f"{key}={value}" for key, value in one.cell["labels"].items())))
+    _steps(out, one.cell)
+    for reference in references(one.cell):
+        out.print(_reference_line(reference, store))
+
+
+def _where(out: Console, one: Planned, store: Store) -> None:
+    if one.cell["cluster"]["kind"] == "slurm":
+        _script(out, one, store)
+    else:
+        out.print("  runs as processes of this machine")
+
+
+def _steps(out: Console, cell: Cell) -> None:
+    rows = table("step", "do", "what")
+    for number, step in enumerate(cell["load_path"]["steps"]):
+        if step["do"] == "observe":
+            what = f"{step['name']}: {', '.join(step['collect'])}"
+        else:
+            what = f"checkpoint {step['checkpoint']} via {step['via']}"
+        rows.add_row(str(number), step["do"], what)
+    out.print(rows)
+
+
+def _checks(out: Console, cell: Cell) -> None:
+    rows = table("check", "must hold", "")
+    for check in cell["load_path"]["checks"]:
+        rule = RULES[check["rule"]].format(left=check["left"], right=check["right"])
+        rows.add_row(check["name"], rule, "" if check["required"] else "informative")
+    out.print(rows)
+
+
+def _reference_line(reference: Reference, store: Store) -> str:
+    there = (store.references / reference.key).is_dir()
+    state = "in the store" if there else "to be built by a fresh start"
+    return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {state}"
+
+
+def _script(out: Console, one: Planned, store: Store) -> None:
+    cluster = one.cell["cluster"]
+    attempt = store.cell_dir(one.id) / f"attempt-{len(store.attempts(one.id)) + 1:03d}"
+    if cluster["image"] is not None:
+        out.print(escape(f"  ranks run in the container {cluster['image']}, by srun --container-image"))
+        for mount in cluster["mounts"]:
+            out.print(escape(f"    mounts {mount}"))
+    for name, value in cluster["env"].items():
+        out.print(escape(f"  ranks get {name}={value}"))
+    out.print("  sbatch script:")
+    for line in script(one.cell, one.id, attempt).splitlines():
+        out.print(f"    {line}", markup=False, soft_wrap=True)

@@ -1,0 +1,197 @@
+"""The run store: cells by content, exclusive attempts, atomic JSON, locks that hold between processes."""
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from orchestrator.plan import Cell, cell_id, references
+
+FINISHED = ("PASS", "FAIL", "INCONCLUSIVE", "NOT_RUN")  # an ERROR is no measurement: it is tried again
+RESULT = "result.json"
+
+
+class StoreError(Exception):
+    """The store cannot be used. The message is a full sentence."""
+
+
+class Store:
+    """Paths and rules of one run store."""
+
+    def __init__(self, root: Path | str) -> None:
+        self.root = Path(root).expanduser().resolve()
+
+    @classmethod
+    def open(cls, root: Path | str) -> "Store":
+        """Creates what is missing and proves that it can be written. Raises StoreError when it cannot."""
+        store = cls(root)
+        try:
+            for folder in (store.root, store.cells, store.references, store.checkpoints, store.experiments):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = store.root / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+            probe.touch(exist_ok=False)
+            probe.unlink()
+        except OSError as error:
+            raise StoreError(
+                f"store={root} cannot be written ({error.strerror}: {error.filename}): set store= to a folder on a "
+                "shared file system that you may write."
+            ) from error
+        return store
+
+    @property
+    def cells(self) -> Path:
+        return self.root / "cells"
+
+    @property
+    def references(self) -> Path:
+        return self.root / "references"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def experiments(self) -> Path:
+        return self.root / "experiments"
+
+    def cell_dir(self, cell: str) -> Path:
+        return self.cells / cell
+
+    def attempts(self, cell: str) -> list[Path]:
+        """Folders of all attempts at a cell, oldest first."""
+        return sorted(self.cell_dir(cell).glob("attempt-*"))
+
+    def write_cell(self, cell: Cell) -> str:
+        """Writes `cell.json` and returns the id. Another experiment may have frozen the same cell for another
+        place to run; the latest one counts, under the cell's lock."""
+        name = cell_id(cell)
+        folder = self.cell_dir(name)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if read_json(folder / "cell.json") != cell:
+            write_json(folder / "cell.json", cell)
+        return name
+
+    def new_attempt(self, cell: str) -> Path:
+        """An empty folder that no other process gets."""
+        number = len(self.attempts(cell)) + 1
+        while True:
+            folder = self.cell_dir(cell) / f"attempt-{number:03d}"
+            try:
+                folder.mkdir(mode=0o700)
+            except FileExistsError:
+                number += 1
+                continue
+            return folder
+
+    def finished(self, cell: str) -> dict[str, Any] | None:
+        """The latest result of the cell that measured something."""
+        results = (self.result(attempt) for attempt in reversed(self.attempts(cell)))
+        return next((r for r in results if r is not None and r["verdict"] in FINISHED), None)
+
+    def result(self, attempt: Path) -> dict[str, Any] | None:
+        """`result.json` of an attempt; it counts only for the attempt and cell that it names."""
+        result = read_json(attempt / RESULT)
+        if not isinstance(result, dict) or "verdict" not in result:
+            return None
+        own = (result.get("cell"), result.get("attempt")) == (attempt.parent.name, attempt.name)
+        return result if own else None
+
+    def reference_dirs(self, cell: Cell) -> dict[str, Path]:
+        """Folders of the references of a cell: `fresh.new` for the candidate, `base/fresh.new` for the base."""
+        return {
+            ref.name if ref.arm == "candidate" else f"{ref.arm}/{ref.name}": self.references / ref.key
+            for ref in references(cell)
+        }
+
+    def new_experiment(self, name: str) -> Path:
+        """`<name>-<time>-<id>`: two starts in the same second get two folders."""
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = self.experiments / f"{name}-{stamp}-{secrets.token_hex(3)}"
+        folder.mkdir(mode=0o700)
+        return folder
+
+    def find_experiment(self, name: str) -> Path:
+        """Folder of a run: its path, its name, or the latest whose name begins so.
+
+        Raises StoreError when there is none.
+        """
+        for folder in (Path(name), self.experiments / name):
+            if (folder / "cells.json").is_file():
+                return folder.resolve()
+        found = sorted(self.experiments.glob(f"{name}*/cells.json"), key=lambda path: path.stat().st_mtime)
+        if not found:
+            known = ", ".join(sorted(path.name for path in self.experiments.iterdir())) or "none"
+            raise StoreError(f"There is no run {name!r} in {self.experiments}; there are: {known}.")
+        return found[-1].parent
+
+    @contextmanager
+    def locked(self, *cells: str) -> Iterator[list[int]]:
+        """Holds the locks of some cells; only one process at a time runs or submits a cell. Yields the locks'
+        descriptors: a child that inherits them holds the locks on when this process is killed.
+
+        Raises StoreError at once, naming the holder, when another process has one.
+        """
+        with ExitStack() as stack:
+            yield [stack.enter_context(_lock(self.cell_dir(cell))) for cell in sorted(set(cells))]
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[int]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / "lock"
+    with path.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise StoreError(
+                f"Cell {folder.name[:12]} is being run by {file.read().strip() or 'another process'}: wait for it, "
+                "or set another store=."
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}\n")
+        file.flush()
+        yield file.fileno()
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Atomically and durably: a reader sees the old file or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
+    with temporary.open("w") as file:
+        json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path) -> Any:
+    """None when the file is not there or was cut short."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
+    """One line, on disk when this returns."""
+    line = json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
+    with path.open("a") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
