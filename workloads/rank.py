@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from collectors.records import RecordWriter, rank_file
 from workloads import scenario
 from workloads.engines.protocol import Engine
+from workloads.loading.lifecycle import EventSink
 from workloads.processes import die_with_parent
 from workloads.spec import GangSpec
 
@@ -35,7 +37,10 @@ REPORT_LIMIT = (
 log = logging.getLogger(__name__)
 
 
-def engine_class(name: str) -> type[Engine]:
+MakeEngine = Callable[[GangSpec, int, EventSink], Engine]
+
+
+def engine_class(name: str) -> MakeEngine:
     """`native`, `vllm`, or `package.module:Class` for an engine of one's own."""
     target = ENGINES.get(name, name)
     module, separator, attribute = target.partition(":")
@@ -44,7 +49,7 @@ def engine_class(name: str) -> type[Engine]:
         raise ValueError(
             f"backend.engine={name!r} is neither one of {known} nor a `package.module:Class` of your own."
         )
-    return cast(type[Engine], getattr(import_module(module), attribute))
+    return cast(MakeEngine, getattr(import_module(module), attribute))
 
 
 def run(gang_file: Path, rank: int, report_fd: int) -> int:
@@ -86,10 +91,14 @@ def failure_report(error: BaseException) -> dict[str, Any]:
 
 def _play(spec: GangSpec, rank: int) -> None:
     _join(spec, rank)
-    engine = engine_class(spec.backend.engine)(spec, rank)  # type: ignore[call-arg]  # protocols leave __init__ open
-    with RecordWriter(rank_file(Path(spec.output), "progress", rank)) as progress:
+    folder = Path(spec.output)
+    with (
+        RecordWriter(rank_file(folder, "progress", rank)) as progress,
+        RecordWriter(rank_file(folder, "lifecycle", rank)) as lifecycle,
+    ):
+        engine = engine_class(spec.backend.engine)(spec, rank, lifecycle)
         scenario.play(engine, spec, rank, progress)
-    engine.stop()
+        engine.stop()
     # Rank 0 serves the rendezvous store: nobody leaves while another may still need it.
     dist.barrier()
     dist.destroy_process_group()

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from workloads.engines.protocol import Generation, Part, Prompt, Rule, UpdateStats
+from workloads.loading.lifecycle import EventSink
 from workloads.spec import GangSpec, Sampling
 
 
@@ -26,7 +27,7 @@ class ToyTokenizer:
 class ToyEngine:
     """`via` of a step is `sum`, or `ACTION:RANK` with an action below; the other ranks wait in a collective."""
 
-    def __init__(self, spec: GangSpec, rank: int) -> None:
+    def __init__(self, spec: GangSpec, rank: int, sink: object = None) -> None:
         self.spec, self.rank = spec, rank
         self.tokenizer = ToyTokenizer()
         self.model = nn.Linear(2, 2)
