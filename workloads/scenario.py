@@ -7,9 +7,13 @@ from pathlib import Path
 from collectors.generations import gather_generations, read_prompts
 from collectors.memory import gather_memory
 from collectors.records import RecordWriter, rank_file
+from collectors.tensors import TensorAuditor
 from collectors.throughput import gather_throughput
-from workloads.engines.protocol import Engine, UpdateStats
-from workloads.spec import GangSpec, Step
+from workloads.engines.protocol import Engine, Prompt, UpdateStats
+from workloads.loading.perturb import open_view
+from workloads.spec import GangSpec, Sampling, Step
+
+TRACED = Prompt("traced", (1, 2, 3, 4))  # of the forward passes whose storages the audit must reach
 
 
 def play(engine: Engine, spec: GangSpec, rank: int, progress: RecordWriter) -> None:
@@ -25,6 +29,8 @@ def play(engine: Engine, spec: GangSpec, rank: int, progress: RecordWriter) -> N
         record |= {"seconds": time.perf_counter() - started, "stats": asdict(stats) if stats else None}
         progress.write("step", {**record, "state": "end", "time": time.time()})
         progress.sync()
+        if step.do == "start" and any("tensors" in later.collect for later in spec.steps):
+            player.trace()
 
 
 class _Player:
@@ -32,8 +38,14 @@ class _Player:
 
     def __init__(self, engine: Engine, spec: GangSpec, rank: int) -> None:
         self.engine, self.spec, self.rank = engine, spec, rank
+        self.auditor = TensorAuditor(engine)
         self.loaded = ""
-        self.auditor = None
+
+    def trace(self) -> None:
+        """One prefill and one decode under the auditor's eyes. Only after the start: what an update leaves is
+        audited before anything runs on it, since a forward may complete what the update did not."""
+        with self.auditor.trace():
+            self.engine.generate([TRACED], Sampling(max_new_tokens=2, top_logprobs=1))
 
     def play(self, step: Step) -> UpdateStats | None:
         match step.do:
@@ -54,11 +66,7 @@ class _Player:
         folder = Path(spec.output) / observation
         match collector:
             case "tensors":
-                from collectors.tensors import TensorAuditor
-                from workloads.loading.perturb import open_view
-
-                self.auditor = self.auditor or TensorAuditor(engine)
-                reader = open_view(spec.checkpoints[self.loaded], Path(spec.checkpoint_dirs[self.loaded]))
+                reader = open_view(spec.checkpoints[self.loaded], spec.checkpoint_dirs[self.loaded])
                 self.auditor.observe(folder, rank, observation, reader)
             case "generations" | "gsm8k":
                 prompts = read_prompts(Path(spec.prompts[collector]), engine)

@@ -27,7 +27,7 @@ class ToyTokenizer:
 class ToyEngine:
     """`via` of a step is `sum`, or `ACTION:RANK` with an action below; the other ranks wait in a collective."""
 
-    def __init__(self, spec: GangSpec, rank: int, sink: object = None) -> None:
+    def __init__(self, spec: GangSpec, rank: int, sink: EventSink | None = None) -> None:
         self.spec, self.rank = spec, rank
         self.tokenizer = ToyTokenizer()
         self.model = nn.Linear(2, 2)
