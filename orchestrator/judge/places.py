@@ -1,52 +1,62 @@
 """Finds where given bytes belong: on this rank first, then on any other."""
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from orchestrator.judge.diagnose import Place, distinct_places, is_distinct
-from orchestrator.judge.records import Audit, Reader, Record
+import orjson
 
-Index = dict[str, list[Place]]
-_KEPT = 5  # per fingerprint; more of the same prove nothing
+from collectors.records import rank_file
+from orchestrator.judge.diagnose import Place, distinct_places, is_distinct
+from orchestrator.judge.records import Record
+
+#: What a checkpoint slice should be, and what a whole tensor of a fresh start is.
+_EXPECTED = re.compile(rb'"expected": ?"([0-9a-f]{32})"')
+_WHOLE = re.compile(rb'"fp": ?"([0-9a-f]{32})"')
 
 
 class Places:
     """Expected fingerprints of all ranks: of checkpoint slices, and of a fresh start's whole tensors.
 
-    folders: the observation and its reference, if there is one. Read only when a tensor's bytes are neither
-    right nor explained by this rank's own records.
+    observation: folder of the observation. reference: folder of a fresh start on what it loaded, if there is
+    one. Files are searched for fingerprints only when a tensor is neither right nor explained by this rank's
+    own records, and only the lines found are parsed.
     """
 
-    def __init__(self, reader: Reader, folders: Sequence[Path], ranks: int) -> None:
-        self._reader, self._folders, self._ranks = reader, folders, ranks
-        self._index: Index | None = None
+    def __init__(self, observation: Path, reference: Path | None, ranks: int) -> None:
+        self._sources = [(observation, _EXPECTED)] + ([(reference, _WHOLE)] if reference else [])
+        self._ranks = ranks
+        self._index: dict[bytes, list[tuple[Path, int, int]]] | None = None  # path, rank, offset of the line
 
     def of(self, record: Record, rank: int) -> list[Place]:
         """Places of the bytes of a tensor or part, those on `rank` first; empty when they prove nothing."""
         if not is_distinct(record):
             return []
         if self._index is None:
-            self._index = self._read()
-        places = distinct_places(self._index.get(record["fp"], []))
+            self._index = self._search()
+        hits = self._index.get(record["fp"].encode(), ())
+        places = distinct_places([place for hit in hits for place in _place(*hit)])
         return sorted(places, key=lambda place: place.rank != rank)
 
-    def _read(self) -> Index:
-        index: Index = {}
-        for rank in range(self._ranks):
-            for folder in self._folders:
-                for fp, place in _expected(self._reader.audit(folder, rank), folder.name == "fresh"):
-                    known = index.setdefault(fp, [])
-                    if len(known) < _KEPT * self._ranks and place not in known:
-                        known.append(place)
+    def _search(self) -> dict[bytes, list[tuple[Path, int, int]]]:
+        index: dict[bytes, list[tuple[Path, int, int]]] = {}
+        for folder, pattern in self._sources:
+            for rank in range(self._ranks):
+                path = rank_file(folder, "tensors", rank)
+                if path.is_file():  # a missing one is a problem of its own
+                    data = path.read_bytes()
+                    for match in pattern.finditer(data):
+                        line = data.rfind(b"\n", 0, match.start()) + 1
+                        index.setdefault(match[1], []).append((path, rank, line))
         return index
 
 
-def _expected(audit: Audit, is_reference: bool) -> Iterator[tuple[str, Place]]:
-    for path, parts in audit.parts.items():
-        for name, part in parts.items():
-            if part["source"] is not None and part["expected"] is not None:
-                yield part["expected"], Place(audit.rank, path, name)
-    if is_reference:
-        for path, tensor in audit.tensors.items():
-            if tensor["fp"] is not None and is_distinct(tensor):
-                yield tensor["fp"], Place(audit.rank, path, "")
+def _place(path: Path, rank: int, offset: int) -> Iterator[Place]:
+    """The place that the line at `offset` records, none when the line is of another kind."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        record = orjson.loads(file.readline())
+    if record["kind"] == "part" and record["source"] is not None and record["expected"] is not None:
+        yield Place(rank, record["tensor"], record["part"])
+    elif record["kind"] == "tensor" and is_distinct(record):
+        yield Place(rank, record["path"], "")

@@ -230,8 +230,8 @@ class TensorJudge:
 
     def _places_of(self, observation: str, truth: str) -> Places:
         if observation not in self._places:
-            folders = (self.arm.observation(observation), self.arm.observation(truth))
-            self._places[observation] = Places(self.reader, [f for f in folders if f], self.attempt.ranks)
+            reference = self.arm.observation(truth)
+            self._places[observation] = Places(self.arm.folder / observation, reference, self.attempt.ranks)
         return self._places[observation]
 
     def _add(self, tally: Tally, observation: str, causes: Sequence[Cause]) -> None:
