@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +29,7 @@ PLAIN = frozenset(
     {
         *(int, float, complex, bool, str, bytes, bytearray, type(None), type(...), type(NotImplemented)),
         *(range, slice, memoryview, weakref.ref, weakref.ProxyType, weakref.CallableProxyType, np.ndarray),
-        *(types.CodeType, types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType),
+        *(types.CodeType, types.GetSetDescriptorType, types.MemberDescriptorType),
         *(types.WrapperDescriptorType, types.MethodDescriptorType, types.ClassMethodDescriptorType),
         *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.Generator),
     }
@@ -43,6 +44,7 @@ _OPAQUE = (
 _FOREIGN = frozenset(sys.stdlib_module_names) | {
     "torch", "numpy", "triton", "safetensors", "pytest", "_pytest", "pluggy", "collectors",
 }  # fmt: skip
+_LRU_CACHE = type(lru_cache(lambda: None))
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 _LARGEST_STABLE_KEY = 1 << 32  # larger integers are ids and addresses, different in every process
 
@@ -59,14 +61,16 @@ def _per_type(compute: Callable[[type], T]) -> Callable[[type], T]:
     return cached
 
 
-def members(thing: object) -> Iterator[Member]:
+def members(thing: Any) -> Iterator[Member]:
     """Direct members of `thing`; a module's registered parameters, buffers and children are left out."""
-    kind = type(thing)
-    if isinstance(thing, types.FunctionType):
+    kind = type(thing)  # never isinstance: it asks the object for its __class__
+    if kind is types.FunctionType:
         yield from _function(thing)
-    elif isinstance(thing, types.GeneratorType):
+    elif kind is types.GeneratorType:
         state = dict(thing.gi_frame.f_locals) if thing.gi_frame else {}
         yield from ((f".<local {step[1:]}>", value) for step, value in _attributes(state))
+    elif kind is types.BuiltinFunctionType:
+        yield ".__self__", thing.__self__
     elif issubclass(kind, type):
         yield from _class(thing)
     elif not is_opaque(kind):
@@ -76,8 +80,10 @@ def members(thing: object) -> Iterator[Member]:
             state = {name: value for name, value in state.items() if name not in _REGISTRIES}
         yield from _attributes(state)
         yield from _slots(thing, kind)
-        if _is_sealed(kind):
-            held = [r for r in gc.get_referents(thing) if not isinstance(r, type | types.ModuleType)]
+        if kind is _LRU_CACHE:
+            yield from ((f".<cache>{step}", value) for step, value in _mapping(_cached_results(thing)))
+        elif _is_sealed(kind):
+            held = [r for r in gc.get_referents(thing) if not issubclass(type(r), type | types.ModuleType)]
             yield from ((f".<referent {i}>", value) for i, value in enumerate(held))
 
 
@@ -135,7 +141,7 @@ def _function(function: types.FunctionType) -> Iterator[Member]:
 
 def _class(kind: Any) -> Iterator[Member]:
     for name, value in _attributes(dict(type.__dict__["__dict__"].__get__(kind))):
-        if not name.startswith(".__") or isinstance(value, types.FunctionType):
+        if not name.startswith(".__") or type(value) is types.FunctionType:
             yield name, value
 
 
@@ -163,27 +169,29 @@ def _mapping(items: list[tuple[object, object]]) -> Iterator[Member]:
     yield from sorted(named, key=lambda pair: pair[0])
 
 
-def _key_text(key: object) -> str | None:
+def _key_text(key: Any) -> str | None:
     """A text for `key` that is the same in every process, or None."""
     kind = type(key)
     if kind is int:
-        return repr(key) if abs(key) < _LARGEST_STABLE_KEY else None  # type: ignore[arg-type]  # kind is int
+        return repr(key) if abs(key) < _LARGEST_STABLE_KEY else None
     if kind in (str, bool, float, bytes, type(None), torch.dtype, torch.device, torch.Size):
         return repr(key)
+    if kind is object:  # a mere mark, such as the one between arguments and keywords of a cached call
+        return "object()"
     if issubclass(kind, Enum):
         return f"{kind.__name__}.{instance_dict(key).get('_name_')}"
     if issubclass(kind, type):
-        return f"{key.__module__}.{key.__qualname__}"  # type: ignore[attr-defined]  # kind is a class
+        return f"{key.__module__}.{key.__qualname__}"
     if kind is tuple:
-        texts = [_key_text(part) for part in key]  # type: ignore[attr-defined]  # kind is tuple
+        texts = [_key_text(part) for part in key]
         return None if None in texts else f"({', '.join(map(str, texts))})"
     return None
 
 
-def _rank_in_set(value: object) -> tuple[str, str, str]:
+def _rank_in_set(value: Any) -> tuple[str, str, str]:
     """Sets have no order that two processes share: tensors go by dtype and shape, then by content."""
     kind = type(value)
-    if isinstance(value, Tensor):
+    if issubclass(kind, Tensor):
         content = "" if why_unreadable(value) else fingerprint(value)
         return ("", f"{value.dtype} {tuple(value.shape)}", content)
     return (kind.__module__, kind.__qualname__, _key_text(value) or "")
@@ -192,9 +200,10 @@ def _rank_in_set(value: object) -> tuple[str, str, str]:
 @_per_type
 def _dict_descriptor(kind: type) -> Callable[[object], Any] | None:
     for base in kind.__mro__:
-        found = base.__dict__.get("__dict__")
-        if type(found) is types.GetSetDescriptorType:
-            return found.__get__
+        found: Any = base.__dict__.get("__dict__")
+        if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            read: Callable[[object], Any] = found.__get__
+            return read
     return None
 
 
@@ -205,16 +214,26 @@ def _slot_descriptors(kind: type) -> tuple[tuple[str, Callable[[object], Any]], 
         name: value.__get__
         for base in reversed(kind.__mro__)
         for name, value in base.__dict__.items()
-        if type(value) is types.MemberDescriptorType
+        if type(value) is types.MemberDescriptorType and name != "__dict__"
     }
     return tuple(sorted(found.items()))
 
 
 @_per_type
 def _is_sealed(kind: type) -> bool:
-    """Whether only the garbage collector knows what instances of `kind` hold: iterators, LRU caches."""
+    """Whether only the garbage collector knows what instances of `kind` hold, as for iterators."""
     known = (dict, list, tuple, deque, set, frozenset, Tensor, weakref.ref, types.CellType)
     if issubclass(kind, known):
         return False
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    return name == "functools._lru_cache_wrapper" or not (_dict_descriptor(kind) or _slot_descriptors(kind))
+    return not (_dict_descriptor(kind) or _slot_descriptors(kind))
+
+
+def _cached_results(wrapper: object) -> list[tuple[object, object]]:
+    """(arguments, result) of a `functools.lru_cache`, whose entries only the garbage collector tells.
+
+    Its referents are the class, then key, result and link class of every entry if the cache is bounded, then
+    the dictionary, which maps keys to results if it is not, and last the link class once more.
+    """
+    held = gc.get_referents(wrapper)
+    links = [i for i, one in enumerate(held) if type(one) is type and one.__name__ == "_lru_list_elem"][:-1]
+    return [(held[i - 2], held[i - 1]) for i in links] if links else list(held[1].items())

@@ -8,7 +8,8 @@ Path grammar, after `<root>:` (a name of the engine's roots, or `global` for mod
     .__self__  .__func__     of a bound method; .func .args .keywords of a partial
     .<closure name>  .<default 0>  .<default name>       of a function
     .<values>  .<indices>    of a sparse tensor
-    .<referent 0>            of an object that only the garbage collector can look into, such as an LRU cache
+    .<cache>{'key'}          result of a function with an LRU cache, by its arguments
+    .<referent 0>            of an object that only the garbage collector can look into, such as an iterator
 
 Registered parameters and buffers come first, then everything else, nearest first. Module-level state is
 that of every loaded module of the packages which the reached classes and functions come from. Gradients
@@ -117,11 +118,11 @@ class _Walker:
         self._modules.add(id(module))
         self._enqueue(place, module)
         for origin, registry in (("parameter", "_parameters"), ("buffer", "_buffers")):
-            for name, tensor in sorted(state[registry].items()):
+            for name, tensor in sorted(state.get(registry, {}).items()):
                 if tensor is not None:
                     self._tensor(place.step(f".{name}"), tensor, origin)
         ancestors = (*ancestors, id(module))
-        for name, child in state["_modules"].items():
+        for name, child in state.get("_modules", {}).items():
             if child is not None and id(child) not in ancestors:
                 self.module(place.step(f".{name}"), child, ancestors)
 
@@ -134,18 +135,18 @@ class _Walker:
     def globals(self) -> None:
         for name in sorted(sys.modules):
             module = sys.modules[name]
-            if not isinstance(module, ModuleType) or name.partition(".")[0] not in self._packages:
+            if not issubclass(type(module), ModuleType) or name.partition(".")[0] not in self._packages:
                 continue
             place = _Place(GLOBAL, f"{GLOBAL}:{name}", 0)
             for variable, value in sorted(instance_dict(module).items()):
                 if not variable.startswith("__"):
-                    if isinstance(value, type) and package(value.__module__) in self._packages:
+                    if issubclass(type(value), type) and package(value.__module__) in self._packages:
                         self._enqueue(place.step(f".{variable}"), value)
                     self._member(place.step(f".{variable}"), value)
 
     def _member(self, place: _Place, thing: Any) -> None:
         kind = type(thing)
-        if kind in PLAIN:
+        if kind in PLAIN or (kind is tuple and all(type(item) in PLAIN for item in thing)):
             return
         if issubclass(kind, Tensor):
             self._tensor(place, thing, "attribute")
@@ -157,7 +158,7 @@ class _Walker:
                 self.module(place, thing)
         elif issubclass(kind, type):
             self._note_package(thing.__module__)
-        elif kind is ModuleType:
+        elif issubclass(kind, ModuleType):
             self._note_package(thing.__name__)
         else:
             self._enqueue(place, thing)
@@ -166,9 +167,10 @@ class _Walker:
         if id(thing) in self._seen:
             return
         self._seen[id(thing)] = thing
-        for base in type(thing).__mro__ if isinstance(thing, nn.Module) else (type(thing),):
+        kind = type(thing)
+        for base in kind.__mro__ if issubclass(kind, nn.Module) else (kind,):
             self._note_package(base.__module__)
-        if isinstance(thing, FunctionType):
+        if kind is FunctionType:
             self._note_package(thing.__module__)
             if holds_nothing(thing):
                 return
@@ -191,7 +193,7 @@ class _Walker:
             self._tensor(place.step(step), part, origin)
         if not inner:
             self._record(place, tensor.data if is_lazy(tensor) else tensor, origin)
-        if instance_dict(tensor):
+        if instance_dict(tensor) or type(tensor) not in (Tensor, nn.Parameter):
             self._enqueue(place, tensor)
 
     def _record(self, place: _Place, tensor: Tensor, origin: str) -> None:
