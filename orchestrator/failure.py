@@ -127,6 +127,8 @@ def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptEr
         kind, message = "disk_full", f"No space was left while writing {error['path']}: {error['message']}."
     elif error["type"] in ("OutOfMemoryError", "MemoryError"):
         kind = "out_of_memory"
+    elif error["type"] == "UnsupportedError":
+        kind, message = "unsupported", error["message"]
     return AttemptError(kind, message, stack=error["traceback"], **evidence)
 
 

@@ -130,6 +130,13 @@ class _Watch:
             return
         self.last_sign = time.monotonic()
         self.events.append(event)
+        if event["kind"] == "node_started" and not Path(event["source"]).is_relative_to(self.set.tree):
+            raise AttemptError(
+                "code",
+                f"Node {event['node']} runs {event['source']}, which is not of the arm's tree {self.set.tree}: another "
+                "installation of this project comes first on the path of its interpreter.",
+                node=event["host"],
+            )
         if event["kind"] == "gang_started" and event["gang"] not in self.running:
             self.running.append(event["gang"])
         if event["kind"] == "rank_exited":

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import re
 import socket
 import subprocess
 import sys
@@ -12,14 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from orchestrator.failure import AttemptError
+from orchestrator.slurm import inherited_names
 from workloads.spec import GangSpec
 
 STEP_SCRIPT = Path(__file__).resolve().parents[1] / "slurm" / "step.sh"
 PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, so that no outgoing connection takes one
-# What a scheduler leaves in an environment steers the next srun without being asked to: a task count or a CPU
-# binding of the outer step, a partition of the submitting shell. SLURM_CONF only says where the cluster is.
-_SCHEDULER = re.compile(r"^(SLURM|SBATCH|SRUN|PMI|PMIX|SPANK)_")
-_KEPT = {"SLURM_CONF"}
 
 
 @dataclass(frozen=True)
@@ -81,14 +77,9 @@ def master_address(allocation: Allocation | None) -> str:
     return "127.0.0.1" if allocation is None else allocation.hosts[0]
 
 
-def scheduler_variables(variables: Mapping[str, str]) -> list[str]:
-    """Names that are taken out of the environment of every step."""
-    return sorted(name for name in variables if _SCHEDULER.match(name) and name not in _KEPT)
-
-
 def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, str]:
     """Variables of the node parents and their ranks: the driver's without the scheduler's, then our own."""
-    removed = set(scheduler_variables(os.environ))
+    removed = set(inherited_names(os.environ))
     variables = {name: value for name, value in os.environ.items() if name not in removed}
     paths = [str(gang_set.tree), *filter(None, [variables.get("PYTHONPATH")])]
     variables |= {

@@ -14,6 +14,10 @@ from workloads.spec import Sampling
 __all__ = ["Engine", "Generation", "Part", "Prompt", "Rule", "Tokenizer", "UpdateStats"]
 
 
+class UnsupportedError(Exception):
+    """The engine lacks what a scenario asks for. The cell is then NOT_RUN for this reason, and never PASS."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     id: str

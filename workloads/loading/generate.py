@@ -6,6 +6,7 @@ distributions) through integer sums and single IEEE roundings: the bytes are the
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import lru_cache
@@ -124,3 +125,13 @@ def _uniform(stream: str, seed: int, count: int, low: float, high: float) -> Ite
     for words in _words(stream, seed, count):
         unit = (words >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         yield unit * np.float32(high - low) + np.float32(low)
+
+
+def main() -> None:
+    """`python -m workloads.loading.generate CONFIG.json SEED FOLDER`; CONFIG.json has the fields of KimiK3Config."""
+    config, seed, folder = sys.argv[1:]
+    generate_checkpoint(KimiK3Config(**json.loads(Path(config).read_text())), int(seed), Path(folder))
+
+
+if __name__ == "__main__":
+    main()

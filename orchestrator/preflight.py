@@ -1,0 +1,98 @@
+"""What must hold before anything is started on this machine; every problem at once, each as a sentence."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from orchestrator.failure import AttemptError
+from orchestrator.launch import STEP_SCRIPT, Allocation
+from orchestrator.plan import Cell
+from orchestrator.staging import interpreter
+from orchestrator.store import Store
+
+MIN_FREE = 64 << 20  # bytes for logs and records; what a checkpoint takes is known to who writes it
+RANK_SIDE = ("torch", "numpy", "safetensors")  # what the ranks import
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an attempt is about to run."""
+
+    cell: Cell
+    store: Store
+    attempt: Path
+    allocation: Allocation | None
+
+
+def check(place: Place) -> None:
+    """Raises AttemptError `preflight` with every problem."""
+    checks: Sequence[Callable[[Place], Iterator[str]]] = (_disk, _python, _checkpoints, _nodes)
+    problems = [problem for one in checks for problem in one(place)]
+    if problems:
+        raise AttemptError("preflight", " ".join(problems), node=socket.gethostname())
+
+
+def _disk(place: Place) -> Iterator[str]:
+    for folder in (place.attempt, place.store.references, place.store.checkpoints):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            yield f"{folder} cannot be written by user {os.getuid()}: change its owner or set another store=."
+    free = shutil.disk_usage(place.attempt).free
+    if free < MIN_FREE:
+        yield (
+            f"{place.attempt} has {free >> 20} MiB free, records need at least {MIN_FREE >> 20} MiB: make room or set "
+            "another store=."
+        )
+
+
+def _python(place: Place) -> Iterator[str]:
+    """Only looked for, not imported: that takes seconds, and the node parents do it next."""
+    if place.cell["cluster"]["image"] is not None:
+        return  # inside the container, where only a step can look
+    python = interpreter(place.cell)
+    code = f"import importlib.util as u; print(*[m for m in {RANK_SIDE!r} if u.find_spec(m) is None])"
+    try:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        yield f"backend.python={python} cannot be started: {error.strerror}."
+        return
+    if done.returncode != 0:
+        yield f"backend.python={python} fails: {done.stderr.strip()}"
+    elif done.stdout.strip():
+        names = ", ".join(done.stdout.split())
+        yield f"backend.python={python} has no {names}: install them there, or name another interpreter."
+
+
+def _checkpoints(place: Place) -> Iterator[str]:
+    for name, checkpoint in place.cell["checkpoints"].items():
+        path = checkpoint["path"]
+        if path is not None and not any(Path(path).glob("*.safetensors")):
+            yield (
+                f"checkpoints.{name}.path={path} holds no .safetensors file as seen from {socket.gethostname()}: give "
+                "a folder that all nodes see."
+            )
+
+
+def _nodes(place: Place) -> Iterator[str]:
+    wanted, allocation = place.cell["parallelism"]["nodes"], place.allocation
+    if place.cell["cluster"]["kind"] != "slurm":
+        return
+    if allocation is None:
+        yield "cluster.kind is slurm, but this process is in no Slurm job: submit the cell instead of running it here."
+        return
+    if len(allocation.hosts) < wanted:
+        yield f"The layout needs {wanted} nodes, job {allocation.job} has {len(allocation.hosts)}."
+    for tool in ("srun", "scancel"):
+        if shutil.which(tool) is None:
+            yield f"{tool} is not on the PATH of {socket.gethostname()}."
+    if not STEP_SCRIPT.is_file():
+        yield f"{STEP_SCRIPT} is missing: run the driver from a checkout, where slurm/ lies beside orchestrator/."
+    for host in allocation.hosts:
+        try:
+            socket.gethostbyname(host)
+        except OSError:
+            yield f"The name of node {host} does not resolve on {socket.gethostname()}."

@@ -1,0 +1,230 @@
+"""Lays out what the gangs of a cell need: source trees, checkpoints, prompts, and each gang's specification."""
+
+import hashlib
+import io
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from collectors.gsm8k import questions as gsm8k
+from orchestrator.failure import AttemptError
+from orchestrator.launch import Allocation, GangSet, free_port, master_address
+from orchestrator.plan import FRESH, Cell, Reference, digest, references
+from orchestrator.provenance import SOURCES, checkout, source_hash
+from orchestrator.store import Store
+from workloads.spec import GangSpec, Sampling, Step
+
+COLLECTIVE_MARGIN_S = 120  # a collective gives up later than the driver, who knows more about the hang
+GENERATE_TIMEOUT_S = 3600
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What all gangs of an attempt have in common. prompts: file by collector."""
+
+    cell: Cell
+    store: Store
+    attempt: Path
+    allocation: Allocation | None
+    checkpoint_dirs: Mapping[str, str]
+    prompts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ArmGangs:
+    """One arm's gangs: the references that nobody has built yet, then the scenario. built: key to folder."""
+
+    gang_set: GangSet
+    built: Mapping[str, Path]
+
+
+def stage(cell: Cell, store: Store, attempt: Path, allocation: Allocation | None) -> Staged:
+    """Generates checkpoints that are not there and writes the prompts. Raises AttemptError."""
+    dirs = {name: str(_checkpoint_dir(cell, name, store)) for name in cell["checkpoints"]}
+    return Staged(cell, store, attempt, allocation, dirs, _write_prompts(cell, attempt / "prompts"))
+
+
+def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
+    """The gangs of one arm, in the order in which they run. Raises AttemptError."""
+    cell, store, cluster = staged.cell, staged.store, staged.cell["cluster"]
+    missing = {
+        ref.key: ref
+        for ref in references(cell)
+        if ref.arm == arm and not (store.references / ref.key).exists()
+    }
+    prefix = "" if arm == "candidate" else f"{arm}-"
+    built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items()}
+    specs = [_spec(staged, arm, built[key], _reference_steps(ref)) for key, ref in missing.items()]
+    specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
+    gang_set = GangSet(
+        folder=staged.attempt / arm,
+        gangs=specs,
+        tree=source_tree(cell["code"][arm], store),
+        parents=1 if staged.allocation is None else cell["parallelism"]["nodes"],
+        python=interpreter(cell),
+        environment=cluster["env"],
+        image=cluster["image"],
+        mounts=[f"{path}:{path}" for path in (store.root, *_given_checkpoints(cell))] + cluster["mounts"],
+    )
+    return ArmGangs(gang_set, built)
+
+
+def interpreter(cell: Cell) -> str:
+    """Python of the ranks: the engine's own, that of the container, or the one of this process."""
+    return str(cell["backend"]["python"] or ("python3" if cell["cluster"]["image"] else sys.executable))
+
+
+def publish(store: Store, built: Mapping[str, Path]) -> None:
+    """Moves complete references into the store."""
+    for key, folder in built.items():
+        _move_in(folder, store.references / key)
+
+
+def _move_in(folder: Path, final: Path) -> None:
+    """Renames a complete folder into place, in one step. Where another process was faster, its equal is kept."""
+    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(folder)
+
+
+def source_tree(arm: Mapping[str, Any], store: Store) -> Path:
+    """The folder whose workloads/ and collectors/ run: the arm's own, or its commit unpacked in the store.
+
+    Raises AttemptError when its content is not what the cell froze.
+    """
+    tree = Path(arm["path"])
+    if arm["commit"] is not None:
+        tree = store.root / "trees" / arm["source"]
+        if not tree.is_dir():
+            _unpack(Path(arm["path"]), arm["commit"], tree)
+    found = source_hash(tree)
+    if found != arm["source"]:
+        raise AttemptError(
+            "code",
+            f"{'/ and '.join(SOURCES)}/ of {tree} have changed since the cell was frozen: their hash is "
+            f"{found[:12]}, the cell says {arm['source'][:12]}. Start the experiment again, or restore the files.",
+        )
+    return tree
+
+
+def _unpack(repository: Path, commit: str, tree: Path) -> None:
+    command = ["git", "-C", str(repository), "archive", "--format=tar", commit, "--", *SOURCES]
+    archive = subprocess.run(command, capture_output=True, timeout=120)
+    if archive.returncode != 0:
+        raise AttemptError("code", f"{' '.join(command)} failed: {archive.stderr.decode().strip()}")
+    temporary = tree.with_name(f".{tree.name}-{secrets.token_hex(4)}")
+    temporary.mkdir(mode=0o700, parents=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
+        tar.extractall(temporary, filter="data")
+    _move_in(temporary, tree)
+
+
+def _checkpoint_dir(cell: Cell, name: str, store: Store) -> Path:
+    """Folder of a checkpoint's files. Perturbations are views, so checkpoints of one seed share their files."""
+    checkpoint = cell["checkpoints"][name]
+    if checkpoint["path"] is not None:
+        return Path(checkpoint["path"])
+    generator = checkout() / "workloads" / "loading" / "generate.py"
+    made_by = hashlib.sha256(generator.read_bytes()).hexdigest()
+    config = cell["model"]["kimi_k3"]
+    folder = store.checkpoints / digest([config, checkpoint["seed"], made_by])[:32]
+    if not folder.exists():
+        _generate(config, checkpoint["seed"], folder)
+    return folder
+
+
+def _generate(config: Mapping[str, Any], seed: int, folder: Path) -> None:
+    """In a process of its own: the driver imports no torch. Safe when several drivers do it at once."""
+    file = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}.json")
+    file.write_text(json.dumps(config))
+    command = [sys.executable, "-m", "workloads.loading.generate", str(file), str(seed), str(folder)]
+    try:
+        done = subprocess.run(
+            command, cwd=checkout(), capture_output=True, text=True, timeout=GENERATE_TIMEOUT_S
+        )
+    finally:
+        file.unlink()
+    if done.returncode != 0:
+        kind = "disk_full" if "No space left on device" in done.stderr else "checkpoint"
+        last = done.stderr.strip().splitlines()[-1:]
+        message = f"Generating {folder} failed with code {done.returncode}: {' '.join(last)}"
+        raise AttemptError(kind, message, log_tail=done.stderr[-8000:])
+
+
+def _given_checkpoints(cell: Cell) -> list[str]:
+    return [c["path"] for c in cell["checkpoints"].values() if c["path"] is not None]
+
+
+def _write_prompts(cell: Cell, folder: Path) -> dict[str, str]:
+    """One file of {"id", "text"} lines for each collector that the scenario uses."""
+    makers = {"generations": _plain_prompts, "gsm8k": _gsm8k_prompts}
+    used = {name for step in cell["load_path"]["steps"] for name in step["collect"]}
+    used |= {name for ref in references(cell) for name in ref.collect}
+    folder.mkdir(mode=0o700)
+    written = {}
+    for name in sorted(used & makers.keys()):
+        lines = (json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(makers[name](cell)))
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines))
+        written[name] = str(path)
+    return written
+
+
+def _plain_prompts(cell: Cell) -> Iterable[str]:
+    return list(cell["collect"]["prompts"])
+
+
+def _gsm8k_prompts(cell: Cell) -> Iterable[str]:
+    wanted = cell["collect"]["gsm8k"]
+    folder = gsm8k.find_folder(None, checkout())
+    files = {"questions": "test.jsonl", "train": "train.jsonl"}
+    paths = {}
+    for key, name in files.items():
+        if wanted[key] is None and folder is None:
+            raise AttemptError(
+                "preflight",
+                f"collect.gsm8k.{key} is not set, and no GSM8K is at hand. {gsm8k.HOW_TO_GET} Or leave the accuracy "
+                "check out with collect.gsm8k.limit=0.",
+            )
+        paths[key] = Path(wanted[key]) if wanted[key] is not None else Path(str(folder), name)
+    test, train = (gsm8k.read_questions(paths[key]) for key in files)
+    return gsm8k.prompts(test, train, wanted["shots"], wanted["limit"])
+
+
+def _reference_steps(reference: Reference) -> list[Step]:
+    return [
+        Step("start", reference.checkpoint, "safetensors"),
+        Step("observe", name=FRESH, collect=list(reference.collect)),
+    ]
+
+
+def _spec(staged: Staged, arm: str, output: Path, steps: Sequence[Step]) -> GangSpec:
+    cell, collect = staged.cell, staged.cell["collect"]
+    gsm8k_sampling = Sampling(max_new_tokens=collect["gsm8k"]["max_new_tokens"], top_logprobs=1)
+    return GangSpec.from_dict(
+        {
+            "name": output.name,
+            "output": str(output),
+            **{key: cell[key] for key in ("model", "parallelism", "backend", "checkpoints")},
+            "checkpoint_dirs": dict(staged.checkpoint_dirs),
+            "steps": [asdict(step) for step in steps],
+            "sampling": {"generations": collect["sampling"], "gsm8k": asdict(gsm8k_sampling)},
+            "prompts": dict(staged.prompts),
+            "throughput": collect["throughput"],
+            "faults": cell["code"][arm]["faults"],
+            "master_addr": master_address(staged.allocation),
+            "master_port": free_port(),
+            "collective_timeout_s": int(cell["policy"]["step_timeout_s"]) + COLLECTIVE_MARGIN_S,
+        }
+    )
