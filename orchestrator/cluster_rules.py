@@ -53,6 +53,7 @@ def _cluster_text(root: Root) -> Problems:
     ]
     found = [check(f"cluster.{key}", getattr(c, key)) for key, check in checks]
     found += [text.environment_problem("cluster.env", name, value) for name, value in c.env.items()]
+    found += [text.setup_problem("cluster.setup", line) for line in c.setup]
     yield from (problem for problem in found if problem is not None)
     if c.kind == "slurm" and c.time is None:
         yield 'cluster.time is not set; a Slurm job needs a limit: set cluster.time="HH:MM:SS".'

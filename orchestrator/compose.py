@@ -1,7 +1,7 @@
 """From a command line to composed configs: Hydra's grammar, groups and basic sweeper, nothing run or written.
 
 Hydra's own multirun composes every job twice, creates folders and stops at the first bad job. Here each
-distinct choice of groups is composed once by Hydra's loader and every job's values are applied to a copy by
+distinct choice of groups is composed once by Hydra's loader, and every job's values are applied to a copy by
 the same function that Hydra uses, so all problems of all jobs come back together.
 """
 
@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import initialize_config_dir
+from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
@@ -74,26 +76,40 @@ def compose(
 
     Raises ConfigError with all problems of the command line itself; problems of single cells are in them.
     """
-    extra = [f"hydra.searchpath=[file://{Path(config_dir).resolve()}]"] if config_dir else []
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, ConfigLoaderImpl)
-        return _Composer(loader, extra).compose(arguments, multirun)
+    return Composer(config_dir).compose(arguments, multirun)
 
 
-class _Composer:
-    def __init__(self, loader: ConfigLoaderImpl, hydra_overrides: list[str]) -> None:
-        self._loader = loader
-        self._hydra_overrides = hydra_overrides
-        self._is_group = functools.cache(loader.repository.group_exists)
+class Composer:
+    """Composes any number of command lines, each choice of groups once.
+
+    config_dir: a folder of one's own, searched beside conf/.
+    """
+
+    def __init__(self, config_dir: str | None = None) -> None:
+        version.setbase("1.3")
+        setup_globals()
+        JobRuntime.instance().set("name", "orchestrator")
+        path = create_config_search_path(f"file://{conf_dir()}")
+        if config_dir is not None:
+            own = Path(config_dir).resolve()
+            if not own.is_dir():
+                raise ConfigError([f"--config-dir {config_dir} is not a folder."])
+            path.prepend("command-line", f"file://{own}", SearchPathQuery(provider="schema"))
+        self._loader = ConfigLoaderImpl(path)
+        self._is_group = functools.cache(self._loader.repository.group_exists)
+        self._options = functools.cache(self._loader.get_group_options)
         self._parse = functools.cache(self._parse_one)
+        self._hydra = functools.cache(self._hydra_node)
         self._base = functools.cache(self._compose_groups)
 
-    def compose(self, arguments: Sequence[str], multirun: bool) -> list[Composed]:
+    def compose(self, arguments: Sequence[str], multirun: bool = False) -> list[Composed]:
         overrides = self._parse_all(arguments)
-        self._hydra_overrides += [o.input_line for o in overrides if o.is_hydra_override() and o.input_line]
-        overrides = [o for o in overrides if not o.is_hydra_override()]
-        hydra = self._hydra_node(overrides)
+        if hydra_lines := [o.input_line for o in overrides if o.is_hydra_override()]:
+            raise ConfigError(
+                [f"{line}: set Hydra's own keys in an experiment file." for line in hydra_lines]
+            )
+        fixed = [o for o in overrides if not o.is_sweep_override() and self._is_group(o.key_or_group)]
+        hydra = self._hydra(tuple(o.input_line or "" for o in fixed))
         if multirun or hydra.mode == RunMode.MULTIRUN:
             overrides = [*self._parse_all(_sweeper_params(hydra)), *overrides]
         elif swept := [o.input_line for o in overrides if o.is_sweep_override()]:
@@ -129,7 +145,7 @@ class _Composer:
         group = override.key_or_group
         if override.is_delete() or not self._is_group(group):
             return []
-        options = self._loader.get_group_options(group)
+        options = self._options(group)
         chosen = (
             list(override.sweep_string_iterator()) if override.is_sweep_override() else [override.value()]
         )
@@ -140,16 +156,15 @@ class _Composer:
             if isinstance(value, str) and value.strip("'\"") not in options
         ]
 
-    def _hydra_node(self, overrides: Sequence[Override]) -> Any:
+    def _hydra_node(self, choices: tuple[str, ...]) -> Any:
         """Hydra's own part of the config, with what an experiment file sets in it."""
-        fixed = [o for o in overrides if not o.is_sweep_override() and self._is_group(o.key_or_group)]
         try:
-            return self._load([o.input_line or "" for o in fixed], RunMode.MULTIRUN).hydra
+            return self._load(choices, RunMode.MULTIRUN).hydra
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             raise ConfigError([explain(error)]) from error
 
     def _load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
-        return self._loader.load_configuration(CONFIG_NAME, [*self._hydra_overrides, *overrides], mode)
+        return self._loader.load_configuration(CONFIG_NAME, list(overrides), mode)
 
     def _compose_groups(self, choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
         """The config of one choice of groups, and the choices that experiment files made beside them."""

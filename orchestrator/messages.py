@@ -1,6 +1,7 @@
 """Hydra's and YAML's exceptions as one full sentence each: key, value, what would be valid."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 
@@ -12,6 +13,12 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 def explain(error: Exception, override: str | None = None) -> str:
     """`override`: the argument that caused it."""
+    sentence = _sentence(error, override)
+    file = re.match(r"In '([^']+)'", str(error))
+    return f"{file[1]}.yaml: {sentence}" if file else sentence
+
+
+def _sentence(error: Exception, override: str | None) -> str:
     cause = _cause(error)
     if isinstance(cause, yaml.MarkedYAMLError) and cause.problem_mark is not None:
         mark = cause.problem_mark

@@ -44,11 +44,10 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
         name = cell_id(frozen)
         cells.setdefault(name, Planned(name, frozen, one.root))
     wrong = _grouped(composed)
-    if not wrong:
-        wrong = _not_shared(list(cells.values()))
-    if wrong:
+    roots = [one.root for one in composed if one.root is not None]
+    if wrong or (wrong := _not_shared(roots)):
         raise ConfigError(wrong)
-    root = next(iter(cells.values())).root
+    root = roots[0]
     return Plan(root.name, root.store, root.rerun, list(cells.values()))
 
 
@@ -73,16 +72,15 @@ def _which(cells: Sequence[Composed], varied: set[str], limit: int = 4) -> str:
     return f"in {len(cells)} cell{'s' if len(cells) > 1 else ''}: {'; '.join(names)}{more}"
 
 
-def _not_shared(cells: Sequence[Planned]) -> list[str]:
+def _not_shared(roots: Sequence[Root]) -> list[str]:
     """An experiment has one name and one store."""
     found = []
     for key in ("name", "store", "rerun"):
-        values = sorted({str(getattr(one.root, key)) for one in cells})
+        values = sorted({str(getattr(root, key)) for root in roots})
         if len(values) > 1:
             found.append(
                 f"{key} is {' and '.join(values)}: it belongs to the whole experiment and cannot be swept."
             )
-    name = cells[0].root.name
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
-        found.append(f"name is {name!r}; it names a folder: letters, digits, '.', '_' and '-'.")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", roots[0].name):
+        found.append(f"name is {roots[0].name!r}; it names a folder: letters, digits, '.', '_' and '-'.")
     return found

@@ -81,3 +81,14 @@ def environment_problem(key: str, name: str, value: Any) -> str | None:
     if isinstance(value, str) or (isinstance(value, int) and not isinstance(value, bool)):
         return None
     return f"{key}.{name} is {value!r}, which is not text: write it in quotes."
+
+
+def setup_problem(key: str, line: str) -> str | None:
+    """Setup lines end up in the batch script, which is kept."""
+    match = re.search(r"\b(\w+)=\S", line)
+    if match and SECRET_NAME.search(match[1]):
+        return (
+            f"{key} sets {match[1]}, which looks like a secret, and batch scripts are kept in the run store: export "
+            "it in the environment instead; jobs inherit it."
+        )
+    return None
