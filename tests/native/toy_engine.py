@@ -1,17 +1,19 @@
 """An engine without a model that can be told to fail: real processes, real collectives, nothing else."""
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from workloads.engines.protocol import Generation, Part, Prompt, Rule, UpdateStats
+from workloads.engines.protocol import Generation, Part, Prompt, Rule, UnsupportedError, UpdateStats
 from workloads.loading.lifecycle import EventSink
 from workloads.spec import GangSpec, Sampling
 
@@ -60,6 +62,20 @@ class ToyEngine:
     def _full(self) -> None:
         """From here on no file of this rank can grow, as on a full disk."""
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    def _fill(self) -> None:
+        """Fills the file system of the records to the last byte."""
+        ballast = os.open(Path(self.spec.output) / "ballast", os.O_WRONLY | os.O_CREAT)
+        try:
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        os.write(ballast, bytes(size))
+        finally:
+            os.close(ballast)
+
+    def _unsupported(self) -> None:
+        raise UnsupportedError("The toy cannot do this.")
 
     def _late(self) -> None:
         time.sleep(1.0)
