@@ -19,13 +19,15 @@ _CHECKOUT = Path(__file__).parents[2]
 
 @dataclass
 class Outcome:
-    """What one check found. cause: the sentence of a finding, "" where there is none."""
+    """What one check found. cause: the sentence of a finding, "" where there is none. caveat: why what was
+    observed is no evidence, the same for every cell."""
 
     verdict: str
     expected: str
     observed: str
     counts: dict[str, Any] = field(default_factory=dict)
     cause: str = ""
+    caveat: str = ""
     required: bool = True
 
 
@@ -136,12 +138,13 @@ def _proxy_outcome(
     want: dict[str, Record],
     name: str,
 ) -> Outcome:
-    text = f"{shown}. A random-weight proxy cannot answer: this is no evidence of accuracy"
+    text = shown
     if want:
         same = sum(got[key]["token_ids"] == want[key]["token_ids"] for key in got.keys() & want.keys())
         counts["same_answers"] = same
         text += f"; {same} of {len(got)} answers are those of `{name}`"
-    return Outcome("INCONCLUSIVE", expected, text + ".", counts, required=False)
+    caveat = "a proxy with random weights cannot answer, so its score is no evidence of accuracy"
+    return Outcome("INCONCLUSIVE", expected, text, counts, caveat=caveat, required=False)
 
 
 def _paired_outcome(

@@ -55,6 +55,7 @@ class ArmJudge:
             "required": bool(is_candidate and check["required"] and outcome.required),
             "expected": outcome.expected,
             "observed": outcome.observed,
+            "caveat": outcome.caveat,
             "counts": dict(outcome.counts),
         }
 
@@ -133,7 +134,7 @@ class ArmJudge:
         threshold = self._attempt.cell["policy"]["coverage"]
         name, worst = self._least_covered()
         expected = f"at least {threshold:.2%} of the checkpoint's bytes audited, every tensor with a class"
-        counts = {k: v for k, v in asdict(worst).items() if k != "missing"}
+        counts: Json = {k: v for k, v in asdict(worst).items() if k != "missing"} | {"threshold": threshold}
         if not worst.expected or worst.silent_ranks:
             text = f"{worst.silent_ranks} ranks do not say how many bytes they owe, so coverage is unknown"
             return Outcome("ERROR", expected, text, counts)

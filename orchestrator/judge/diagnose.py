@@ -1,5 +1,6 @@
 """Turns one wrong tensor into the causes that its fingerprints show, most specific first."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ POISON = 0xFF
 #: Contents that so many places share say nothing about where they came from (norms of ones, say).
 _COMMON = 4
 _INDISTINCT_BYTES = 16
+_EXPERT = re.compile(r"(?<=experts\.)\d+")
+_GATE_OR_UP = re.compile(r"\b(w1|w3|gate_proj|up_proj)\b")
 #: Types of one byte, whose padding value is that byte; of wider types only zero is one repeated byte.
 _BYTE_TYPES = ("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
 
@@ -232,6 +235,11 @@ def describe_place(place: Place, record: Record, rank: int) -> str:
     where = "" if place.rank == rank else f", which belongs on rank {place.rank}"
     if what == (record.get("part") or record.get("path")):
         return f"it holds the shard of rank {place.rank}"
+    own = record.get("part") or ""
+    if own != what and _GATE_OR_UP.sub("", own) == _GATE_OR_UP.sub("", what):
+        return f"it holds {what}{where}: gate and up are swapped"
+    if own != what and _EXPERT.sub("", own) == _EXPERT.sub("", what):
+        return f"it holds {what}{where}: another expert's weights"
     return f"it holds {what}{where}"
 
 

@@ -90,8 +90,7 @@ class Ledger:
     def add_violation(self, arm: str, observation: str, check: str, violation: Violation) -> None:
         """A broken lifecycle rule; the same one on several ranks is one finding."""
         v = violation
-        name = f"{v.root}: {v.text}"
-        group = self._group(v.code, arm, observation, name)
+        group = self._group(v.code, arm, observation, v.text)
         group.violation = group.violation or v
         for module in v.modules or ("",):
             group.add(Cause(v.code, v.rank, f"{v.root}:{module}", note=v.text), check)
@@ -129,7 +128,7 @@ class Ledger:
             if group.code == "generation_differs":
                 return other
             if other.violation is not None:
-                if _explains(other, other.violation, group):
+                if _explains(other, group):
                     return other
             elif _same_matter(other, group):
                 common = len(group.members & other.members)
@@ -149,11 +148,11 @@ class Ledger:
             "arm": group.arm,
             "observation": group.observation,
             "rank": min(group.ranks),
-            "path": example.path,
+            "path": example.path.rstrip(":"),  # of a whole model: its name
             "detail": sentence(group),
             "count": len(group.members),
             "ranks": sorted(group.ranks),
-            "paths": sorted({path for _, path in group.members})[:_SHOWN],
+            "paths": sorted({path.rstrip(":") for _, path in group.members})[:_SHOWN],
             "parts": list(group.parts),
             "checks": list(group.checks),
             "consequences": _consequences(group),
@@ -169,14 +168,15 @@ def _same_matter(other: Group, group: Group) -> bool:
     return other.code == group.code or other.observation == group.observation or group.code in _SYMPTOMS
 
 
-def _explains(other: Group, violation: Violation, group: Group) -> bool:
+def _explains(other: Group, group: Group) -> bool:
     """Whether a broken load explains wrong tensors of its model, in the modules that it broke."""
     if group.violation is not None:  # the same rule, broken again by a later load
         return (other.code, other.name) == (group.code, group.name)
-    allowed = _PADDING if violation.code == "stale_padding" else _AFTERMATH
+    allowed = _PADDING if other.code == "stale_padding" else _AFTERMATH
     if group.code not in allowed:
         return False
-    prefixes = tuple(f"{violation.root}:{module}" for module in violation.modules or ("",))
+    # A member is `target:` for the whole model, or `target:module`.
+    prefixes = tuple(path if path.endswith(":") else f"{path}." for _, path in other.members)
     return all(path.startswith(prefixes) for _, path in group.members)
 
 
@@ -210,7 +210,7 @@ def _consequences(group: Group) -> list[dict[str, Any]]:
                 "observation": folded.observation,
                 "count": 0,
                 "ranks": [],
-                "path": folded.examples[0].path,
+                "path": folded.examples[0].path.rstrip(":"),
             },
         )
         entry["count"] += len(folded.members)

@@ -1,6 +1,6 @@
 """Says a finding in words that a person who loads weights understands, with its evidence."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,7 +13,9 @@ def sentence(group: "Group") -> str:
     if group.violation is not None:
         v = group.violation
         how = f" ({v.via})" if v.via else ""
-        text = f"Load {v.load}{how} of `{v.root}`, {rank_list(group.ranks)}: {v.text}{_modules(v.modules)}."
+        places = sorted({path for _, path in group.members}, reverse=True)  # target before draft
+        roots = " and ".join(f"`{root}`" for root in dict.fromkeys(path.split(":")[0] for path in places))
+        text = f"Load {v.load}{how} of {roots}, {rank_list(group.ranks)}: {v.text}{_modules(places)}."
         return f"{text} {_MECHANISM[group.code]}"
     text = _WHAT[group.code](group)
     return f"{text} {example(group.examples[0])}" if group.code in _WITH_EXAMPLE else text
@@ -32,14 +34,16 @@ def rank_list(ranks: Iterable[int], limit: int = 6) -> str:
 
 def example(cause: "Cause") -> str:
     """`E.g. rank 3, target:….weight [experts.5.w1]: now 1a2b3c4d, before 1a2b3c4d, expected 9f8e7d6c; why.`"""
-    part = f" [{cause.part}]" if cause.part else ""
+    is_whole = cause.part.endswith(cause.path.rpartition(":")[2])
+    part = f" [{cause.part}]" if cause.part and not is_whole else ""
     prints = [("now", cause.now), ("before", cause.before), ("expected", cause.expected)]
     shown = ", ".join(f"{name} {fp[:8]}" for name, fp in prints if fp)
     facts = "; ".join(text for text in (shown, cause.note) if text)
     return f"E.g. rank {cause.rank}, `{cause.path}`{part}" + (f": {facts}." if facts else ".")
 
 
-def _modules(modules: tuple[str, ...]) -> str:
+def _modules(places: Sequence[str]) -> str:
+    modules = [place for place in places if not place.endswith(":")]
     if not modules:
         return ""
     more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
@@ -96,7 +100,10 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
         f"{_who(g)} {_verb(g, 'holds', 'hold')} the right bytes in the wrong order: a layout transformation was "
         "skipped, applied twice, or is not the one that the kernel reads."
     ),
-    "uninitialised": lambda g: f"{_who(g)} {_verb(g, 'was', 'were')} never written by the load.",
+    "uninitialised": lambda g: (
+        f"{_who(g)} {_verb(g, 'holds', 'hold')} bytes that the load did not write: what the memory held before, or "
+        "the result of work in no fixed order."
+    ),
     "stale": _stale,
     "moved": _moved,
     "alias_broken": lambda g: f"{_who(g)} no longer {_verb(g, 'shares', 'share')} memory with its other name.",

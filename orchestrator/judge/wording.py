@@ -1,42 +1,50 @@
 """Words the outcome of a tensor check: expected, observed, verdict."""
 
+from collections import Counter
+
 from orchestrator.judge.answers import Outcome
 from orchestrator.judge.attempt import Attempt
 from orchestrator.judge.sentences import rank_list
 from orchestrator.judge.tensor_rules import Tally
 
-#: Counts that say how many things a rule looked at; none of them, and it proved nothing.
-_LOOKED_AT = {
-    "equal": ("equal", "differs"),
-    "all_changed": ("changed", "unchanged"),
-    "stable_storage": ("stable", "moved"),
-    "replicas": ("compared",),
-    "checkpoint": ("right", "wrong"),
+_FORM = ("differs", "dtype", "layout", "missing", "extra", "vacuous", "unclassified", "alias_broken")
+#: Per rule: counts of what violates it, counts of what obeys it, what they count, what violation is called.
+_COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]] = {
+    "equal": (_FORM, ("equal",), "tensors", "are not equal"),
+    "all_changed": (("unchanged",), ("changed",), "weights and checkpoint slices", "did not change"),
+    "stable_storage": (("moved",), ("stable",), "addresses", "changed"),
+    "replicas": ((), ("compared",), "tensors", "disagree with their replicas"),
+    "checkpoint": (("wrong",), ("right",), "checkpoint slices and paddings", "are wrong"),
 }
-_NOUN = {"checkpoint": "parts", "all_changed": "weights or checkpoint slices"}
 
 
 def tally_outcome(tally: Tally, attempt: Attempt) -> Outcome:
     """PASS only when something was compared and nothing violates the rule."""
     rule = tally.check["rule"]
     expected = _expected(tally)
-    looked_at = sum(tally.counts[key] for key in _LOOKED_AT[rule])
     counts = {key: value for key, value in tally.counts.items() if value}
     if rule == "replicas" and not tally.counts["groups"] and not tally.errors:
         return Outcome("NOT_RUN", expected, "the layout has no replicas", counts, required=False)
     if tally.errors:
         return Outcome("ERROR", expected, "; ".join(tally.errors), counts)
+    bad, good, noun, violated = _COUNTED[rule]
+    wrong = sum(tally.counts[key] for key in bad) or tally.violations
+    looked_at = sum(tally.counts[key] for key in good) + sum(tally.counts[key] for key in bad)
     if tally.violations:
-        return Outcome("FAIL", expected, _violated(tally, looked_at), counts)
+        text = f"{wrong:,} of {looked_at:,} {noun} {violated}, {rank_list(tally.differing)}"
+        return Outcome("FAIL", expected, text + _forms(tally.counts), counts)
     if not looked_at:
         return Outcome("ERROR", expected, "there was nothing to compare, so nothing is shown", counts)
     if tally.counts["unverifiable"]:
         text = f"{tally.counts['unverifiable']} parts record neither what they should be nor a constant"
         return Outcome("INCONCLUSIVE", expected, text, counts)
-    noun = _NOUN.get(rule, "tensors")
-    return Outcome(
-        "PASS", expected, f"{looked_at:,} {noun} on {attempt.ranks} ranks, none violates it", counts
-    )
+    return Outcome("PASS", expected, f"all of {looked_at:,} {noun}, {attempt.ranks} ranks", counts)
+
+
+def _forms(counts: Counter[str]) -> str:
+    """`: 3 differs, 2 missing` where not all merely differ."""
+    forms = [f"{counts[form]:,} {form}" for form in _FORM if counts[form]]
+    return f": {', '.join(forms)}" if forms and not (len(forms) == 1 and counts["differs"]) else ""
 
 
 def _expected(tally: Tally) -> str:
@@ -48,11 +56,3 @@ def _expected(tally: Tally) -> str:
         "replicas": "ranks that hold the same shard hold the same bytes",
         "checkpoint": f"parts of `{left or 'every observation'}` are the checkpoint's slices, padding its value",
     }[tally.check["rule"]]
-
-
-def _violated(tally: Tally, looked_at: int) -> str:
-    kinds = {k: v for k, v in tally.counts.items() if v and k not in ("equal", "right", "stable", "changed")}
-    kinds = {k: v for k, v in kinds.items() if k not in ("empty", "groups", "compared", "same_in_both")}
-    detail = ", ".join(f"{count:,} {name}" for name, count in sorted(kinds.items()))
-    what = f"{tally.violations:,} tensors violate it on {rank_list(tally.differing)}"
-    return f"{what} ({detail}; {looked_at:,} looked at)" if detail else f"{what} ({looked_at:,} looked at)"

@@ -241,7 +241,7 @@ class World:
     """A cell, its attempt and its references, all correct until a test changes something."""
 
     def __init__(self, tp: int = 2, dp: int = 2, ep: int = 4, real: bool = False, base: bool = False) -> None:
-        self.tp, self.ep, self.ranks, self.layers, self.experts = tp, ep, tp * dp, 2, 8
+        self.tp, self.ep, self.ranks, self.layers, self.experts = tp, ep, tp * dp, 2, max(8, 2 * ep)
         self.cell = make_cell(tp, dp, ep, real, base)
         seen = {"started": "old", "updated": "new", "repeated": "new", "back": "old"}
         self.candidate = Gang(self, "candidate", seen, 100)

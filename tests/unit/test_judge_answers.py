@@ -80,7 +80,7 @@ def test_a_proxy_is_shown_and_never_evidence(tmp_path: Path) -> None:
     assert not entry["required"]
     assert result["verdict"] == "PASS"
     assert "0 of 8 right" in entry["observed"]
-    assert "no evidence of accuracy" in entry["observed"]
+    assert "no evidence of accuracy" in entry["caveat"]
     assert "0 of 8 answers are those of `fresh.new`" in entry["observed"]
 
 
@@ -109,7 +109,7 @@ def test_throughput_is_a_ratio_with_a_caveat(tmp_path: Path) -> None:
     entry = check(world.judge(tmp_path), "speed")
     assert entry["counts"]["ratio"] == pytest.approx(1.25)
     assert "1.250x" in entry["observed"]
-    assert "run-to-run noise" in entry["observed"]
+    assert "run-to-run noise" in entry["caveat"]
     assert not entry["required"]
 
 
