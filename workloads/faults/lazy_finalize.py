@@ -6,7 +6,7 @@ from torch import nn
 
 from workloads.loading.lifecycle import Lifecycle
 from workloads.loading.loader import Loader
-from workloads.loading.weights import ModelRoot
+from workloads.loading.weights import ModelRoot, WeightModule
 
 
 class Fault(Loader):
@@ -17,6 +17,9 @@ class Fault(Loader):
 
     def finalize(self) -> None:
         self._pending = True
+
+    def finalize_early(self, module: WeightModule) -> None:
+        """Left to the first forward, like everything else."""
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
         if self._pending:

@@ -2,9 +2,13 @@
 
 from workloads.faults import RELOADS
 from workloads.loading.loader import Loader
+from workloads.loading.weights import WeightModule
 
 
 class Fault(Loader):
     def finalize(self) -> None:
         if self.lifecycle.via not in RELOADS:
             super().finalize()
+
+    def finalize_early(self, module: WeightModule) -> None:
+        """Only reloads come here."""

@@ -165,6 +165,13 @@ class Loader:
         self.root.process_weights_after_loading()
         self.stats.finish_s += time.perf_counter() - started
 
+    def finalize_early(self, module: WeightModule) -> None:
+        """Finalise one module as soon as it has been reloaded, so that the parameters consumed by only one
+        layer are back in memory at a time. The model's hook then finds it done."""
+        started = time.perf_counter()
+        module.finalize()
+        self.stats.finish_s += time.perf_counter() - started
+
     def restore_consumed(self, module: WeightModule) -> None:
         for name in module.weights:
             if module.live(name) is None:
@@ -188,6 +195,7 @@ class Loader:
             self.place(destination, tensor)
         self.fill(path, module)
         self.post_process(path, module)
+        self.finalize_early(module)
         for name, held in serving.items():
             fresh_parameter = module.live(name)
             if held is not None and fresh_parameter is not None:
