@@ -76,7 +76,7 @@ def compose(
 
     Raises ConfigError with all problems of the command line itself; problems of single cells are in them.
     """
-    return Composer(config_dir).compose(arguments, multirun)
+    return _composer(config_dir).compose(arguments, multirun)
 
 
 class Composer:
@@ -199,6 +199,9 @@ class Composer:
     def _selects(self, override: Override) -> bool:
         """Whether it selects an option of a group, and does not set a value."""
         return self._is_group(override.key_or_group) and not isinstance(override.value(), dict)
+
+
+_composer = functools.cache(Composer)  # files of conf/ do not change while a process plans
 
 
 @contextmanager

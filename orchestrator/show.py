@@ -91,7 +91,7 @@ def _layout(out: Console, root: Root) -> None:
     unit = "GPUs" if b.device == "cuda" else "processes"
     out.print(
         f"\n[bold]Layout[/] of {root.model.name}: {p.ranks} ranks = TP{p.tp} x DP{p.dp}, EP{p.ep}, "
-        f"{p.nodes} nodes x {p.gpus_per_node} {unit}"
+        f"{p.nodes} node{'s' if p.nodes > 1 else ''} x {p.gpus_per_node} {unit}"
     )
     where = b.device if b.device == b.arch else f"{b.device} {b.arch}"
     out.print(f"  engine {b.engine} on {where}, MoE kernel {b.moe_kernel}, communication {b.communication}")

@@ -11,6 +11,7 @@ from orchestrator.plan import Cell
 from orchestrator.result import unjudged
 from orchestrator.sbatch import LOG_FOLDER, driver_command, parameters
 from orchestrator.store import RESULT, Store, read_json, write_json
+from orchestrator.text import seconds
 
 JOB = "job.json"
 Report = Callable[[str], None]
@@ -90,30 +91,31 @@ class Watch:
         self.state = "SUBMITTED"
 
     def look(self) -> dict[str, Any] | None:
-        """The result once there is one. Writes a typed ERROR when the job is gone, or nobody answers, for longer
-        than `cluster.lost_after_s`."""
+        """The result once there is one. Writes a typed ERROR when the job has been gone for longer than
+        `cluster.lost_after_s`, or when nobody could say anything about it for longer than it may run."""
         result = self._store.result(self.attempt)
         if result is not None:
             return result
+        cluster = self._cell["cluster"]
+        grace = cluster["lost_after_s"]  # the result may still be on its way through the file system
         try:
             job = slurm.job_state(self.job)
         except slurm.SlurmError as error:
-            job, reason = None, str(error)
-        if job is not None:
-            self.state, reason = job.state or "gone", ""
-            if not job.ended:
-                self._last_seen = self._clock()
-                return None
+            return self._unless_seen(None, str(error), grace + seconds(cluster["time"]))
+        self.state = job.state or "gone"
+        if not job.ended:
+            self._last_seen = self._clock()
+            return None
+        return self._unless_seen(job, f"Slurm says {job.state or 'nothing'}", grace)
+
+    def _unless_seen(self, job: slurm.JobState | None, reason: str, grace: float) -> dict[str, Any] | None:
         unseen = self._clock() - self._last_seen
-        if unseen < self._cell["cluster"]["lost_after_s"]:
-            return None  # the result may still be on its way through the file system
-        return self._lost(job, reason, unseen)
+        return self._lost(job, reason, unseen) if unseen >= grace else None
 
     def _lost(self, job: slurm.JobState | None, reason: str, unseen: float) -> dict[str, Any]:
         kind = job.failure_type if job is not None else "lost"
-        seen = f"Slurm says {job.state or 'nothing'}" if job is not None else reason
         message = (
-            f"LOST: job {self.job} is not in the queue any more and left no {RESULT} within {unseen:.0f} s ({seen}). "
+            f"LOST: job {self.job} is not in the queue any more and left no {RESULT} within {unseen:.0f} s ({reason}). "
             f"Its output is in {self.attempt / LOG_FOLDER}."
         )
         node = job.nodes or None if job is not None else None

@@ -1,0 +1,207 @@
+"""The command line: a verb, then Hydra overrides. Errors of the user are sentences and exit code 2."""
+
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options
+from orchestrator.planning import Plan, plan
+from orchestrator.provenance import ProvenanceError
+from orchestrator.show import console, show_plan
+from orchestrator.slurm import SlurmError
+from orchestrator.store import Store, StoreError
+from orchestrator.submit import SubmitError
+
+USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
+# Answered by Hydra itself, without planning anything.
+HYDRA_FLAGS = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
+VERBS = {
+    "run": "run what is missing, judge, report (the default)",
+    "plan": "validate and show layout, memory, steps, checks and scripts; run nothing, write nothing",
+    "submit": "put the missing cells on a Slurm cluster and return; `run` later waits and reports",
+    "status": "[RUN] what the cells of a run, or of all runs, are doing",
+    "judge": "RUN    judge the records of a run again with the rules of today",
+    "report": "RUN   write and show the report of a run again",
+}
+EXAMPLES = """\
+  python -m orchestrator +exp=kimi_k3_refit                     the whole table of one experiment
+  python -m orchestrator plan +exp=kimi_k3_refit model=kimi_k3 cluster=gb200
+  python -m orchestrator -m load_path=layerwise,direct parallelism=tp2,tp2_dp2_ep4
+  python -m orchestrator load_path=layerwise code.candidate.faults=[NAME]
+  python -m orchestrator code.base.commit=HEAD~1                 two versions, the same cell
+  python -m orchestrator plan --cfg job +exp=kimi_k3_refit       the composed config, by Hydra
+  python -m orchestrator judge kimi_k3_refit                     its latest run"""
+
+
+class UsageError(Exception):
+    """The command line is not one of ours. The message is a full sentence."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    sys.exit(_run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(argv: list[str]) -> int:
+    """The exit code: 0 all PASS, 1 any FAIL, 2 invalid, 3 any ERROR, 4 otherwise undecided."""
+    try:
+        return _dispatch(argv)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        count = len(error.problems)
+        print(f"{count} problem{'s' if count > 1 else ''}; nothing was run or submitted.", file=sys.stderr)
+        return USAGE
+    except (UsageError, StoreError, ProvenanceError, SubmitError, SlurmError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("Interrupted. Finished cells are kept; the same command goes on from here.", file=sys.stderr)
+        return INTERRUPTED
+    except Exception:
+        logging.getLogger(__name__).exception("This is a defect of the orchestrator, not of your config.")
+        return INTERNAL  # Python's own 1 would say FAIL
+
+
+def _dispatch(argv: list[str]) -> int:
+    verb, rest = _verb(argv)
+    if HYDRA_FLAGS & {argument.partition("=")[0] for argument in rest}:
+        return _ask_hydra(rest)
+    options, words = _options(rest)
+    if options.help:
+        print(help_text())
+        return 0
+    if verb in ("status", "judge", "report"):
+        return _on_run(verb, words)
+    for word in words:
+        if "=" not in word and not word.startswith("~"):
+            raise UsageError(
+                f"{word!r} is neither a verb nor an override: the verbs are {', '.join(VERBS)}, overrides look like "
+                "key=value or +exp=NAME."
+            )
+    made = plan(words, options.multirun, options.config_dir)
+    return _PLANNING[verb](made, argv)
+
+
+def _verb(argv: list[str]) -> tuple[str, list[str]]:
+    """The first word that is a verb, wherever flags stand."""
+    for place, word in enumerate(argv):
+        if not word.startswith("-"):
+            return (word, argv[:place] + argv[place + 1 :]) if word in VERBS else ("run", argv)
+    return "run", argv
+
+
+def _options(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    options, words = parser.parse_known_args(arguments)
+    unknown = [word for word in words if word.startswith("-")]
+    if unknown:
+        raise UsageError(f"{unknown[0]} is not an option; see --help.")
+    return options, words
+
+
+def _plan(made: Plan, _argv: list[str]) -> int:
+    show_plan(console(), made, Store(made.store))
+    return 0
+
+
+def _run_plan(made: Plan, argv: list[str]) -> int:
+    from orchestrator import experiment
+
+    store, out = Store.open(made.store), console()
+    return experiment.run(store, made, experiment.start(store, made, argv), out)
+
+
+def _submit(made: Plan, argv: list[str]) -> int:
+    from orchestrator import experiment
+
+    kinds = {one.cell["cluster"]["kind"] for one in made.cells}
+    if kinds != {"slurm"}:
+        raise UsageError(
+            f"submit needs a Slurm cluster, and cluster.kind is {', '.join(sorted(kinds))}: use run."
+        )
+    store, out = Store.open(made.store), console()
+    folder = experiment.start(store, made, argv)
+    count = len(experiment.submit_all(store, made.cells, made.rerun, out))
+    out.print(f"{folder.name}: {count} jobs; `python -m orchestrator status {folder.name}` shows them.")
+    return 0
+
+
+_PLANNING: dict[str, Callable[[Plan, list[str]], int]] = {"plan": _plan, "run": _run_plan, "submit": _submit}
+
+
+def _on_run(verb: str, words: list[str]) -> int:
+    """status, judge and report: a run by name, and perhaps store=PATH."""
+    from orchestrator import experiment
+    from orchestrator.status import show_status
+
+    values = dict(word.split("=", 1) for word in words if "=" in word)
+    names = [word for word in words if "=" not in word]
+    if unknown := sorted(set(values) - {"store"}):
+        raise UsageError(
+            f"{verb} knows only store=PATH, not {unknown[0]}=: a run keeps the config it was made with."
+        )
+    store, out = Store(values.get("store", "runs")), console()
+    if not store.experiments.is_dir():
+        raise UsageError(f"There is no run store at {store.root}: set store=PATH.")
+    if verb == "status":
+        return show_status(store, names, out)
+    if len(names) != 1:
+        raise UsageError(f"{verb} needs the name of one run, such as the folder's in {store.experiments}.")
+    folder = store.find_experiment(names[0])
+    return (
+        experiment.judge(store, folder, out)
+        if verb == "judge"
+        else experiment.write_verdict(store, folder, out)
+    )
+
+
+def _ask_hydra(arguments: list[str]) -> int:
+    """--cfg, --info and shell completion, as every Hydra application answers them."""
+    import hydra
+
+    import orchestrator.schema  # noqa: F401  # registers the schema that config.yaml names
+
+    @hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
+    def ask(_config: Any) -> None:
+        return None
+
+    saved, sys.argv = sys.argv, [sys.argv[0], *arguments]
+    try:
+        ask()
+    except SystemExit as stopped:
+        return USAGE if stopped.code else 0
+    finally:
+        sys.argv = saved
+    return 0
+
+
+def help_text() -> str:
+    verbs = "\n".join(f"  {name:8} {text}" for name, text in VERBS.items())
+    groups = "\n".join(
+        f"  {'+' if name == 'exp' else ''}{name}={'|'.join(options)}"
+        for name, options in group_options().items()
+    )
+    return f"""\
+Does an engine that loads or updates its weights end up exactly as after a fresh start, as accurate, as fast?
+
+python -m orchestrator [VERB] [-m] [--config-dir DIR] OVERRIDES...
+
+Verbs
+{verbs}
+
+Config groups and their options (in {conf_dir()})
+{groups}
+
+Any value can be set: key=value, lists as key=[a,b]; +exp=NAME lays an experiment over everything; -m makes
+one cell of each combination of comma-separated values. store=PATH (default runs) is where results are kept;
+finished cells are reused unless rerun=true.
+
+Examples
+{EXAMPLES}
+
+Exit codes: 0 all PASS, 1 any FAIL, 2 invalid config or usage, 3 any ERROR, 4 else INCONCLUSIVE or NOT_RUN"""

@@ -1,0 +1,199 @@
+"""Runs the cells of an experiment that are not finished, then writes its verdict and reports."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from orchestrator import provenance, submit
+from orchestrator.failure import Failure
+from orchestrator.judge.policy import combine, judge_attempt
+from orchestrator.plan import Cell
+from orchestrator.planning import Plan, Planned
+from orchestrator.result import unjudged
+from orchestrator.store import RESULT, Store, read_json, write_json
+
+Json = dict[str, Any]
+DRIVER_STOP_S = 60  # for a driver to stop its gangs and write its result
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C."""
+
+
+def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
+    """Writes the cells, and `cells.json` of a new experiment: what it consists of, in the order of its table."""
+    for one in plan.cells:
+        store.write_cell(one.cell)
+    folder = store.new_experiment(plan.name)
+    cells = [{"id": one.id, "labels": one.cell["labels"], "attempt": None} for one in plan.cells]
+    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    write_json(
+        folder / "cells.json",
+        {"experiment": folder.name, "created": created, "command": list(command), "cells": cells},
+    )
+    return folder
+
+
+def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
+    """Runs what is missing, on this machine or on Slurm; returns the exit code of the verdict."""
+    missing = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
+    local = [one for one in missing if one.cell["cluster"]["kind"] == "local"]
+    _refuse_busy(store, local)
+    out.print(f"{escape(folder.name)}: {len(plan.cells)} cells, {len(missing)} to run")
+    chosen = {
+        one.id: Path(store.cell_dir(one.id), str(r["attempt"])) for one, r in _finished(store, plan, missing)
+    }
+    on_slurm = [one for one in missing if one.cell["cluster"]["kind"] == "slurm"]
+    watches = submit_all(store, on_slurm, plan.rerun, out)
+    chosen |= {watch.attempt.parent.name: watch.attempt for watch in watches}
+    for number, one in enumerate(local, 1):
+        out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}")
+        chosen[one.id] = run_here(store, one)
+    poll = min((one.cell["cluster"]["poll_s"] for one in on_slurm), default=0.0)
+    submit.wait(watches, poll, out.print)
+    return conclude(store, folder, chosen, out)
+
+
+def _finished(store: Store, plan: Plan, missing: Sequence[Planned]) -> list[tuple[Planned, Json]]:
+    started = {one.id for one in missing}
+    found = [(one, store.finished(one.id)) for one in plan.cells if one.id not in started]
+    return [(one, result) for one, result in found if result is not None]
+
+
+def _refuse_busy(store: Store, cells: Sequence[Planned]) -> None:
+    """Before anything runs: a cell that another process runs is a usage error."""
+    for one in cells:
+        with store.locked(one.id):
+            pass
+
+
+def _labels(one: Planned) -> str:
+    return " ".join(f"{key}={value}" for key, value in one.cell["labels"].items())
+
+
+def submit_all(store: Store, cells: Sequence[Planned], rerun: bool, out: Console) -> list[submit.Watch]:
+    """Submits or finds again one job a cell. Raises as `submit.submit`."""
+    watches = []
+    for one in cells:
+        attempt = submit.submit(store, one.cell, one.id, rerun)
+        if attempt is not None:
+            watches.append(submit.Watch(store, one.cell, attempt))
+            out.print(f"{one.id[:12]} {attempt.name}: job {watches[-1].job}")
+    return watches
+
+
+def run_here(store: Store, one: Planned) -> Path:
+    """One attempt in a driver of its own, which has the terminal; returns its folder, always with a result."""
+    with store.locked(one.id) as locks:
+        store.write_cell(one.cell)
+        attempt = store.new_attempt(one.id)
+        write_json(attempt / "provenance.json", provenance.collect())
+        code = _drive(attempt, locks)
+        if store.result(attempt) is None:
+            how = (
+                f"was ended by signal {signal.Signals(-code).name}"
+                if code < 0
+                else f"exited with code {code}"
+            )
+            failure = Failure("lost", f"The driver {how} and left no {RESULT}; see {attempt / 'driver.log'}.")
+            write_json(attempt / RESULT, unjudged(one.cell, one.id, attempt.name, "ERROR", failure))
+        return attempt
+
+
+def _drive(attempt: Path, locks: Sequence[int]) -> int:
+    """Exit code of `orchestrator.driver`. It inherits the cell's lock, so that the lock lasts as long as it runs."""
+    paths = [str(provenance.checkout()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    driver = subprocess.Popen(
+        [sys.executable, "-u", "-m", "orchestrator.driver", str(attempt)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        pass_fds=locks,
+    )
+    before = signal.signal(signal.SIGTERM, _terminated)
+    try:
+        return driver.wait()
+    except KeyboardInterrupt:
+        driver.terminate()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        try:
+            driver.wait(DRIVER_STOP_S)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            driver.wait()
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def conclude(store: Store, folder: Path, chosen: Mapping[str, Path], out: Console) -> int:
+    """Notes which attempts count, and writes verdict and reports from their results."""
+    index = read_json(folder / "cells.json")
+    for entry in index["cells"]:
+        if entry["id"] in chosen:
+            entry["attempt"] = chosen[entry["id"]].name
+    write_json(folder / "cells.json", index)
+    return write_verdict(store, folder, out)
+
+
+def judge(store: Store, folder: Path, out: Console) -> int:
+    """Judges the records of every attempt that counts again, with the rules of today."""
+
+    def again(cell: Cell, attempt: Path, result: Json) -> Json:
+        if result["error"] is not None:
+            return result  # it ended without records to judge
+        judged = judge_attempt(cell, attempt, store.reference_dirs(cell))
+        write_json(attempt / RESULT, judged)
+        return judged
+
+    return write_verdict(store, folder, out, again)
+
+
+def write_verdict(
+    store: Store, folder: Path, out: Console, revise: Callable[[Cell, Path, Json], Json] | None = None
+) -> int:
+    """verdict.json, report.md and report.html of an experiment, and its table; returns the exit code."""
+    from orchestrator.report.html import html
+    from orchestrator.report.markdown import markdown
+    from orchestrator.report.table import print_table
+
+    index = read_json(folder / "cells.json")
+    results = []
+    for entry in index["cells"]:
+        results += _results(store, entry, revise)
+    verdict = combine(results, index["experiment"])
+    write_json(folder / "verdict.json", verdict)
+    (folder / "report.md").write_text(markdown(verdict))
+    (folder / "report.html").write_text(html(verdict))
+    out.print()
+    print_table(verdict, sys.stdout)
+    out.print(f"\n{folder / 'report.html'}", soft_wrap=True)
+    return int(verdict["exit_code"])
+
+
+def _results(store: Store, entry: Json, revise: Callable[[Cell, Path, Json], Json] | None) -> list[Json]:
+    """Results of a cell up to the attempt that counts; one that says NOT_RUN when there is none."""
+    cell: Cell = read_json(store.cell_dir(entry["id"]) / "cell.json")
+    attempts = [path for path in store.attempts(entry["id"]) if path.name <= (entry["attempt"] or "~")]
+    found = [(path, result) for path in attempts if (result := store.result(path)) is not None]
+    if not found:
+        failure = Failure(
+            "stopped", "The experiment ended before this cell had a result; run the same command again."
+        )
+        return [unjudged(cell, entry["id"], "", "NOT_RUN", failure)]
+    earlier, (path, last) = [result for _, result in found[:-1]], found[-1]
+    counted = revise(cell, path, last) if revise is not None else last
+    return [
+        *earlier,
+        {**counted, "labels": entry["labels"]},
+    ]  # a reused cell bears the names of this experiment
