@@ -207,7 +207,7 @@ class Progress:
                 if record["kind"] == "step":
                     self.positions[rank] = (record["index"], record["state"])
                     records.append({**record, "gang": self.spec.name, "rank": rank})
-        return records
+        return sorted(records, key=lambda record: float(record["time"]))
 
     def _lines(self, rank: int) -> Sequence[bytes]:
         path = Path(self.spec.output) / f"progress-{rank:05d}.jsonl"

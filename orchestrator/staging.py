@@ -223,6 +223,7 @@ def _spec(staged: Staged, arm: str, output: Path, steps: Sequence[Step]) -> Gang
             "prompts": dict(staged.prompts),
             "throughput": collect["throughput"],
             "faults": cell["code"][arm]["faults"],
+            "trace": output.name == arm and any("tensors" in step.collect for step in steps),
             "master_addr": master_address(staged.allocation),
             "master_port": free_port(),
             "collective_timeout_s": int(cell["policy"]["step_timeout_s"]) + COLLECTIVE_MARGIN_S,

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -121,6 +122,8 @@ def preload(spec: GangSpec) -> None:
 
     torch.set_num_threads(1)
     engine_class(spec.backend.engine)
+    if spec.trace:
+        import_module("torch._dynamo")  # a dispatch mode loads it at its first use, for 2 s of each rank
     gc.collect()
     gc.freeze()  # else a collection in a rank touches, and so copies, every shared page
 

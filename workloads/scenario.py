@@ -29,7 +29,7 @@ def play(engine: Engine, spec: GangSpec, rank: int, progress: RecordWriter) -> N
         record |= {"seconds": time.perf_counter() - started, "stats": asdict(stats) if stats else None}
         progress.write("step", {**record, "state": "end", "time": time.time()})
         progress.sync()
-        if step.do == "start" and any("tensors" in later.collect for later in spec.steps):
+        if step.do == "start" and spec.trace:
             player.trace()
 
 

@@ -111,6 +111,7 @@ class GangSpec:
     prompts: dict[str, str] = field(default_factory=dict)
     throughput: dict[str, int] = field(default_factory=dict)  # prompt_tokens, new_tokens, requests
     faults: list[str] = field(default_factory=list)
+    trace: bool = False  # after the start, look which storages a forward reads; the audit must reach them
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     collective_timeout_s: int = 600
