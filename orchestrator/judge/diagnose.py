@@ -14,8 +14,7 @@ _COMMON = 4
 _INDISTINCT_BYTES = 16
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _GATE_OR_UP = re.compile(r"\b(w1|w3|gate_proj|up_proj)\b")
-#: Types of one byte, whose padding value is that byte; of wider types only zero is one repeated byte.
-_BYTE_TYPES = ("uint8", "int8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+_WIDE_FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,27 +99,32 @@ def is_padding(part: Record) -> bool:
     return part["source"] is None
 
 
-def padding_byte(part: Record, tensor: Record) -> int | None:
-    """The byte of which correct padding consists, None where it is no single byte or was not recorded."""
-    value = part.get("padding_value")
+def _padding_state(part: Record, tensor: Record) -> bool | None:
+    """Whether padding holds its creation value; None where the records cannot tell.
+
+    Of whole bytes (packed weights, exponents) the value is the byte, also where the live tensor is of wider
+    integers. Of a wider float only zero is one repeated byte.
+    """
+    value, const = part.get("padding_value"), part.get("const")
     if value is None:
         return None
-    if value == 0:
-        return 0
-    return int(value) if tensor["dtype"] in _BYTE_TYPES and 0 <= value <= 255 else None
+    if const is not None:
+        return bool(const == value)
+    return None if value and tensor["dtype"] in _WIDE_FLOATS else False
 
 
 def _verifiable(part: Record, tensor: Record) -> bool:
-    if part["expected"] is not None:
-        return True
-    return is_padding(part) and padding_byte(part, tensor) is not None
+    if part["fp"] is None:  # its tensor has no bytes, which coverage counts
+        return False
+    return part["expected"] is not None or (is_padding(part) and _padding_state(part, tensor) is not None)
 
 
 def _wrong(part: Record, tensor: Record) -> bool:
-    if not is_padding(part) or part["expected"] is not None:
-        return part["expected"] is not None and part["fp"] != part["expected"]
-    byte = padding_byte(part, tensor)
-    return byte is not None and part.get("const") != byte
+    if part["fp"] is None:
+        return False
+    if part["expected"] is not None:
+        return bool(part["fp"] != part["expected"])
+    return is_padding(part) and _padding_state(part, tensor) is False
 
 
 def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:

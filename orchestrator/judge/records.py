@@ -193,7 +193,12 @@ class Reader:
             text = f"the header announces {header['root_count']} roots and {roots} have totals."
             self.report("bad_record", path, audit.rank, text)
         unhashed = [t["path"] for t in audit.tensors.values() if t["fp"] is None and _owes_hash(t)]
-        unhashed += [name for parts in audit.parts.values() for name, p in parts.items() if p["fp"] is None]
+        unhashed += [
+            name
+            for parts in audit.parts.values()
+            for name, p in parts.items()
+            if p["fp"] is None and p["nbytes"]
+        ]
         if unhashed:
             text = f"{len(unhashed)} tensors or parts that must be compared have no fingerprint, e.g. {unhashed[0]}."
             self.report("unhashed", path, audit.rank, text)

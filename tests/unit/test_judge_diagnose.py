@@ -353,3 +353,28 @@ def test_a_wholly_stale_model_is_a_handful_of_findings(tmp_path: Path) -> None:
     assert codes(result) == ["stale"]
     assert "other module groups" in result["findings"][0]["detail"]
     assert result["findings"][0]["count"] == 4 * 12
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "const", "verdict"),
+    [
+        ("int32", 127, 127, "PASS"),  # four exponents in one word
+        ("int32", 127, 0, "FAIL"),
+        ("int32", 127, None, "FAIL"),
+        ("float32", 0.0, 0, "PASS"),
+        ("float32", 0.0, None, "FAIL"),
+        ("float32", 1.0, 0, "FAIL"),
+        ("float32", 1.0, None, "INCONCLUSIVE"),  # 00 00 80 3f is no constant, and nothing else was recorded
+        ("uint8", None, 5, "INCONCLUSIVE"),
+    ],
+)
+def test_padding_value_by_type(
+    tmp_path: Path, dtype: str, value: float | None, const: int | None, verdict: str
+) -> None:
+    world = World()
+    checks = world.cell["load_path"]["checks"]
+    world.cell["load_path"]["checks"] = [c for c in checks if c["name"] == "updated_is_checkpoint"]
+    for audit in world.candidate.each("updated"):
+        audit.tensors[fx.SCALES]["dtype"] = dtype
+        audit.parts[fx.SCALES]["padding"] |= {"padding_value": value, "const": const}
+    assert world.judge(tmp_path)["verdict"] == verdict
