@@ -62,16 +62,21 @@ def total(parts: list[Part], *kinds: str) -> int:
 
 
 def update_bytes(root: Root) -> int:
-    """What an update needs on top of serving: the expert parameters that finalising consumed come back until the
-    model's hook runs, in all layers at once. W2 still lies in its loaded layout, so a direct reload
-    reuses it; a layerwise one loads into fresh memory."""
+    """What an update needs on top of serving, for the expert parameters that finalising consumed.
+
+    Layerwise: one layer's tensors wait until all have arrived, then are loaded into as much fresh memory.
+    Direct: the parameters of all layers come back for the length of the load; W2 still lies in its loaded layout.
+    """
     if root.backend.moe_kernel != "mega_moe":
         return 0
     model = root.model.kimi_k3
     w13, w13_scale, w2, w2_scale = _expert_tensors(model, root.parallelism, root.backend)
     layers = model.num_layers - model.num_dense_layers + model.num_mtp_layers
-    reused = {step.via for step in root.load_path.steps if step.do == "update"} == {"direct"}
-    return layers * (w13 + w13_scale + w2_scale + (0 if reused else w2))
+    needs = {
+        "layerwise": 2 * (w13 + w13_scale + w2 + w2_scale),
+        "direct": layers * (w13 + w13_scale + w2_scale),
+    }
+    return max((needs[step.via] for step in root.load_path.steps if step.do == "update"), default=0)
 
 
 def machine_bytes() -> int:

@@ -133,24 +133,27 @@ def _memory(out: Console, root: Root) -> None:
     )
     rows.add_row("total", "", f"{needed / unit:,.2f}", of)
     out.print(rows)
-    _update_warning(out, root, needed, limit)
 
 
-def _update_warning(out: Console, root: Root, needed: int, limit: int | None) -> None:
+def _update_memory(out: Console, root: Root) -> None:
+    """Updates come on top of serving, for a moment."""
     extra = memory.update_bytes(root)
-    if limit is None or needed + extra <= limit or all(step.do != "update" for step in root.load_path.steps):
+    if extra == 0:
         return
-    out.print(
-        f"[bold]Warning[/]: an update brings the expert parameters that finalising consumed back in all layers at "
-        f"once: {extra / 1e9:,.1f} GB more, {(needed + extra) / 1e9:,.1f} GB of {limit / 1e9:,.1f}. It will run out "
-        "of memory unless the engine does this layer by layer."
-    )
+    needed = memory.total(memory.memory_parts(root)) + extra
+    limit, _ = memory_limit(root)
+    out.print(f"  an update needs {_size(extra)} more for a moment: {_size(needed)}")
+    if limit is not None and needed > limit:
+        out.print(f"[bold]Warning[/]: there are {_size(limit)}: the update will run out of memory.")
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 def _checkpoints(out: Console, root: Root) -> None:
-    nbytes = sum(bytes_by_component(root.model.kimi_k3).values())
-    name, unit = ("GB", 1e9) if nbytes >= 1e9 else ("MB", 1e6)
-    out.print(f"\n[bold]Checkpoints[/] of {root.model.name}, {nbytes / unit:,.1f} {name} each")
+    size = _size(sum(bytes_by_component(root.model.kimi_k3).values()))
+    out.print(f"\n[bold]Checkpoints[/] of {root.model.name}, {size} each")
     for key, checkpoint in root.checkpoints.items():
         source = f"generated from seed {checkpoint.seed}" if checkpoint.path is None else checkpoint.path
         change = "" if checkpoint.perturbation == "none" else f", perturbed: {checkpoint.perturbation}"
@@ -159,15 +162,14 @@ def _checkpoints(out: Console, root: Root) -> None:
         out.print(
             "[bold]Warning[/]: set checkpoints.old.path and checkpoints.new.path to published weights; else"
         )
-        out.print(
-            f"the store receives {nbytes / unit:,.0f} {name} of random ones, whose answers mean nothing."
-        )
+        out.print(f"the store receives {size} of random ones, whose answers mean nothing.")
 
 
 def _cell(out: Console, one: Planned, store: Store) -> None:
     out.print(f"\n[bold]Cell {one.id}[/]")
     out.print(escape("  " + ", ".join(f"{key}={value}" for key, value in one.cell["labels"].items())))
     _steps(out, one.cell)
+    _update_memory(out, one.root)
     for reference in references(one.cell):
         out.print(_reference_line(reference, store))
 
