@@ -125,7 +125,7 @@ def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptEr
     message = f"{error['type']}: {error['message']}"
     if error["errno"] in DISK_FULL:
         kind, message = "disk_full", f"No space was left while writing {error['path']}: {error['message']}."
-    elif error["type"] in ("OutOfMemoryError", "MemoryError"):
+    elif error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["message"]:
         kind = "out_of_memory"
     elif error["type"] == "UnsupportedError":
         kind, message = "unsupported", error["message"]

@@ -1,0 +1,166 @@
+"""Of many reports the one that began it is told, with the rank, and the others are not."""
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator.failure import AttemptError, first_failure, hang, place
+
+FOLDERS = {"candidate": Path("/nowhere")}
+
+WAITING = """\
+Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/venv/site-packages/torch/distributed/distributed_c10d.py", line 2810 in all_reduce
+  File "/venv/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
+  File "/src/workloads/models/parallel.py", line 40 in gather
+  File "/src/workloads/node.py", line 10 in main
+"""
+BUSY = WAITING.replace("line 40 in gather", "line 77 in scatter")
+
+
+def exited(rank: int, time: float, error: dict | None = None, **values: Any) -> dict[str, Any]:
+    ended = {"kind": "rank_exited", "gang": "candidate", "node": rank // 4, "rank": rank, "time": time}
+    return {**ended, "code": 1, "signal": None, "stopped": False, "error": error, "stacks_at": None, **values}
+
+
+def report(
+    type_: str, message: str, time: float, code: int | None = None, path: str | None = None
+) -> dict[str, Any]:
+    return {"type": type_, "message": message, "traceback": "...", "errno": code, "path": path, "time": time}
+
+
+def told(*events: dict[str, Any]) -> AttemptError:
+    found = first_failure(events, FOLDERS)
+    assert found is not None
+    return found
+
+
+def lost(time: float) -> dict[str, Any]:
+    return report("RuntimeError", "[pair.cc:541] Connection closed by peer [127.0.0.1]:26217", time)
+
+
+def test_gang_that_ended_well_or_was_stopped_has_no_failure() -> None:
+    stopped = exited(2, 3.0, stopped=True, code=None, signal="SIGKILL")
+    assert first_failure([exited(0, 1.0, code=0), exited(1, 2.0, code=0), stopped], FOLDERS) is None
+
+
+def test_complaints_about_others_that_came_first_are_not_the_cause() -> None:
+    error = told(
+        exited(0, 1.0, lost(0.9)), exited(1, 1.1, lost(0.8)), exited(5, 1.2, report("KeyError", "'w1'", 0.95))
+    )
+    assert (error.failure.type, error.failure.rank, error.failure.node) == ("rank_failed", 5, 1)
+    assert error.failure.message == "KeyError: 'w1'"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[pair.cc:541] Connection closed by peer [127.0.0.1]:26217",
+        "[buffer.cc:78] Timed out waiting 600000ms for recv operation to complete",
+        "Gloo connectFullMesh failed with [pair.cc:144] no error",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely.",
+    ],
+)
+def test_each_form_of_a_complaint_gives_way_to_a_later_death(message: str) -> None:
+    complaint = exited(0, 1.0, report("DistBackendError", message, 0.9))
+    error = told(complaint, exited(7, 2.0, code=None, signal="SIGKILL"))
+    assert (error.failure.type, error.failure.rank) == ("rank_killed", 7)
+
+
+def test_own_error_that_speaks_of_a_timeout_is_still_an_own_error() -> None:
+    error = told(
+        exited(3, 1.0, report("ReloadError", "the reload timed out", 0.9)), exited(0, 2.0, lost(1.5))
+    )
+    assert (error.failure.type, error.failure.rank) == ("rank_failed", 3)
+
+
+def test_of_two_own_errors_the_earlier_one_is_told_whatever_the_order_of_exits() -> None:
+    late, early = report("ValueError", "late", 5.0), report("ValueError", "early", 4.0)
+    error = told(exited(0, 5.1, late), exited(9, 5.2, early))
+    assert (error.failure.rank, error.failure.message) == (9, "ValueError: early")
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_full_disk_names_the_file(code: int) -> None:
+    error = told(exited(2, 1.0, report("OSError", "no space", 0.9, code, "/store/tensors-00002.jsonl")))
+    assert error.failure.type == "disk_full"
+    assert "/store/tensors-00002.jsonl" in error.failure.message
+
+
+@pytest.mark.parametrize(
+    ("type_", "message"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        (
+            "RuntimeError",
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 34 bytes.",
+        ),
+    ],
+)
+def test_out_of_memory_has_a_type_of_its_own(type_: str, message: str) -> None:
+    assert told(exited(2, 1.0, report(type_, message, 0.9))).failure.type == "out_of_memory"
+
+
+def test_only_complaints_point_at_the_node_that_said_nothing() -> None:
+    started = [
+        {"kind": "rank_started", "gang": "candidate", "node": rank // 4, "rank": rank} for rank in range(8)
+    ]
+    complaints = [exited(rank, 1.0, lost(0.9)) for rank in range(4)]
+    error = told(*started, *complaints)
+    assert (error.failure.type, error.failure.rank, error.failure.node) == ("node_lost", 4, 1)
+    assert "[4, 5, 6, 7]" in error.failure.message
+
+
+def test_only_complaints_of_all_are_a_lost_connection() -> None:
+    started = [{"kind": "rank_started", "gang": "candidate", "node": 0, "rank": rank} for rank in range(2)]
+    error = told(*started, exited(1, 1.0, lost(0.8)), exited(0, 1.1, lost(0.9)))
+    assert (error.failure.type, error.failure.rank) == ("connection_lost", 1)
+
+
+def test_node_parent_that_fails_is_told_before_its_ranks() -> None:
+    failed = {
+        "kind": "node_failed",
+        "node": 2,
+        "error": report("OSError", "x", 1.0, errno.ENOSPC, "/rank.log"),
+    }
+    error = told(exited(0, 0.5, lost(0.4)), failed)
+    assert (error.failure.type, error.failure.node) == ("disk_full", 2)
+
+
+def test_place_is_the_main_threads_innermost_frame_outside_torch() -> None:
+    assert place(WAITING) == "gather (/src/workloads/models/parallel.py:40)"
+    assert place("") == "no Python frame"
+
+
+def write_stacks(folder: Path, by_rank: dict[int, str]) -> list[dict[str, Any]]:
+    for rank, stack in by_rank.items():
+        (folder / f"rank-{rank:05d}.log").write_text("earlier output\n" + stack)
+    return [exited(rank, 1.0, stopped=True, stacks_at=len("earlier output\n")) for rank in by_rank]
+
+
+def test_hang_blames_the_ranks_that_are_steps_behind(tmp_path: Path) -> None:
+    exits = write_stacks(tmp_path, {0: WAITING, 1: WAITING, 2: BUSY})
+    positions = {0: (3, "start"), 1: (2, "end"), 2: (3, "start")}
+    error = hang("candidate", tmp_path, positions, exits, 30.0)
+    assert error.failure.rank == 1
+    assert "Behind: ranks 1." in error.failure.message
+
+
+def test_hang_in_one_step_blames_the_ranks_that_stand_elsewhere(tmp_path: Path) -> None:
+    exits = write_stacks(tmp_path, {0: WAITING, 1: WAITING, 2: BUSY, 3: WAITING})
+    error = hang("candidate", tmp_path, dict.fromkeys(range(4), (1, "start")), exits, 30.0)
+    assert error.failure.rank == 2
+    assert "ranks 2 in scatter" in error.failure.message
+    assert "ranks 0, 1, 3 in gather" in error.failure.message
+    assert error.failure.stack == BUSY
+
+
+def test_hang_before_the_first_step_has_no_step(tmp_path: Path) -> None:
+    error = hang("candidate", tmp_path, dict.fromkeys(range(2), (-1, "end")), [], 30.0)
+    assert "in its start" in error.failure.message
+    assert "Behind: no rank" in error.failure.message
