@@ -74,7 +74,8 @@ class Store:
         folder = self.cell_dir(name)
         folder.mkdir(mode=0o700, exist_ok=True)
         if read_json(folder / "cell.json") != cell:
-            write_json(folder / "cell.json", cell)
+            # Not flushed: a cell that a crash has damaged no longer has its id, and is written again.
+            write_json(folder / "cell.json", cell, durable=False)
         return name
 
     def new_attempt(self, cell: str) -> Path:
@@ -160,16 +161,18 @@ def _lock(folder: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-def write_json(path: Path, data: Any) -> None:
-    """Atomically and durably: a reader sees the old file or the new one, also after a crash."""
+def write_json(path: Path, data: Any, durable: bool = True) -> None:
+    """Atomically: a reader sees the old file or the new one; when durable, also after a crash of the machine."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     with temporary.open("w") as file:
         json.dump(data, file, indent=1, ensure_ascii=False, allow_nan=False)
         file.write("\n")
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
     temporary.replace(path)
-    _sync_folder(path.parent)
+    if durable:
+        _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,82 @@
+"""Planning stays quick: one experiment in two seconds, a thousand cells in twenty.
+
+Processor time is asserted and wall time printed: the suite shares its machine.
+"""
+
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_config_search_path
+from hydra.types import RunMode
+
+from orchestrator.compose import Composer, conf_dir
+from orchestrator.planning import plan
+from orchestrator.provenance import checkout
+from orchestrator.store import Store
+
+SWEEP = [
+    "checkpoints.old.seed=range(125)",
+    "load_path=cold,direct,layerwise,dummy_layerwise",
+    "parallelism=tp2,tp2_dp2_ep4",
+    "cluster.memory_gb=2",
+]
+CELLS = 1000
+
+
+def bare_compose_seconds(repeats: int = 5) -> float:
+    """Processor time of one cell by Hydra alone. Its own sweeper composes each cell twice."""
+    loader = ConfigLoaderImpl(create_config_search_path(f"file://{conf_dir()}"))
+    Composer()  # registers what Hydra's loader expects of an application
+    overrides = ["checkpoints.old.seed=1", "load_path=cold", "parallelism=tp2", "cluster.memory_gb=2"]
+    times = []
+    for _ in range(repeats):
+        began = time.process_time()
+        loader.load_configuration("config", overrides, RunMode.RUN)
+        times.append(time.process_time() - began)
+    return min(times)
+
+
+def children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_one_experiment_is_planned_in_two_seconds(tmp_path: Path) -> None:
+    """The whole command, interpreter start included."""
+    overrides = ["+exp=kimi_k3_refit", "model=kimi_k3", "cluster=gb200", f"store={tmp_path}"]
+    command = [sys.executable, "-m", "orchestrator", "plan", *overrides]
+    times = []
+    for _ in range(3):
+        began, wall = children_seconds(), time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True, cwd=checkout())
+        times.append((children_seconds() - began, time.perf_counter() - wall))
+    cpu, wall = min(times)
+    print(f"plan of one experiment: {cpu:.2f} s of processor time, {wall:.2f} s on the clock")
+    assert cpu <= 2.0
+
+
+def test_a_thousand_cells_are_planned_and_written(tmp_path: Path) -> None:
+    """A cell must cost a fraction of one bare composition by Hydra: that bound holds on any machine."""
+    bare = bare_compose_seconds()
+    began, wall = time.process_time(), time.perf_counter()
+    made = plan(SWEEP, multirun=True)
+    planned = time.process_time() - began
+    store = Store.open(tmp_path)
+    for one in made.cells:
+        store.write_cell(one.cell)
+    spent, wall = time.process_time() - began, time.perf_counter() - wall
+    stamps = {path: path.stat().st_mtime_ns for path in store.cells.glob("*/cell.json")}
+    for one in made.cells:
+        store.write_cell(one.cell)
+    print(
+        f"{CELLS} cells: {planned:.1f} s to plan, {spent - planned:.1f} s to write, {wall:.1f} s on the clock; "
+        f"{spent / CELLS * 1e3:.1f} ms a cell, Hydra alone {bare * 1e3:.0f} ms"
+    )
+    assert len(made.cells) == len(stamps) == CELLS
+    assert {path: path.stat().st_mtime_ns for path in stamps} == stamps, "cells are written once"
+    assert spent / CELLS <= bare / 3
+    assert spent <= 20.0
