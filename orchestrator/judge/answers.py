@@ -94,10 +94,16 @@ def _first_difference(left: Sequence[Any], right: Sequence[Any]) -> int | None:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _logprob_gap(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> str:
-    theirs: dict[Any, float] = dict(right)
-    gaps = [abs(value - theirs[token]) for token, value in left if token in theirs]
-    return f"by up to {max(gaps):.3g}" if gaps else "other candidates"
+def _logprob_gap(left: Sequence[tuple[int, float | None]], right: Sequence[tuple[int, float | None]]) -> str:
+    """How far log-probabilities are apart; None stands for NaN and infinities, which JSON does not have."""
+    theirs = dict(right)
+    gaps = []
+    for token, value in left:
+        other = theirs.get(token, value)
+        if value is None or other is None:
+            return "some are no numbers"
+        gaps.append(abs(value - other))
+    return f"by up to {max(gaps):.3g}" if any(gaps) else "other candidates"
 
 
 def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) -> Outcome:

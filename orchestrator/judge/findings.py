@@ -49,6 +49,7 @@ class Group:
     name: str
     members: set[Member] = field(default_factory=set)
     ranks: Counter[int] = field(default_factory=Counter)
+    slices: set[Member] = field(default_factory=set)  # members of which a checkpoint slice is concerned
     parts: dict[str, None] = field(default_factory=dict)
     examples: list[Cause] = field(default_factory=list)
     checks: dict[str, None] = field(default_factory=dict)
@@ -61,8 +62,10 @@ class Group:
         if member not in self.members:
             self.members.add(member)
             self.ranks[cause.rank] += 1
-        if cause.part and len(self.parts) < _SHOWN:
-            self.parts[cause.part] = None
+        if cause.part:
+            self.slices.add(member)
+            if len(self.parts) < _SHOWN:
+                self.parts[cause.part] = None
         if len(self.examples) < _EXAMPLES and cause not in self.examples:
             self.examples.append(cause)
         self.checks[check] = None
@@ -104,9 +107,12 @@ class Ledger:
     def findings(self) -> list[dict[str, Any]]:
         """Findings as result.json holds them, the primary one first, the candidate's before the base's."""
         kept: list[Group] = []
+        unreached = _unreached(self._groups.values())
         for group in sorted(self._groups.values(), key=self._sort_key):
             parent = self._cause_of(group, kept)
-            if parent is None:
+            if id(group) in unreached:
+                unreached[id(group)].consequences.append(group)
+            elif parent is None:
                 kept.append(group)
             else:
                 parent.consequences.append(group)
@@ -157,6 +163,26 @@ class Ledger:
             "checks": list(group.checks),
             "consequences": _consequences(group),
         }
+
+
+def _unreached(groups: Iterable[Group]) -> dict[int, Group]:
+    """Lifecycle groups (by identity) that are consequences, each with its cause: modules that were not processed
+    because no new weights reached them. Once found, it also explains the same in later loads, where the old
+    weights may even be right."""
+    causes: dict[tuple[str, Member], Group] = {}  # (arm, module on a rank) -> stale weights in it
+    skipped = [g for g in groups if g.violation and g.violation.untouched]
+    stale = [g for g in groups if g.code == "stale" and g.slices]
+    for group in skipped:
+        for rank, module in group.members:
+            for other in stale:
+                same = other.arm == group.arm and other.observation == group.observation
+                if same and any(r == rank and path.startswith(f"{module}.") for r, path in other.slices):
+                    causes[group.arm, (rank, module)] = other
+    return {
+        id(g): causes[g.arm, next(iter(g.members))]
+        for g in skipped
+        if all((g.arm, member) in causes for member in g.members)
+    }
 
 
 def _same_matter(other: Group, group: Group) -> bool:

@@ -2,14 +2,15 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.judge.records import Record
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule on one rank. modules: the modules concerned, () for the whole root."""
+    """One broken rule on one rank. modules: the modules concerned, () for the whole root. untouched: the load
+    did nothing at all with them, as when no weights arrive for them."""
 
     code: str  # skipped_hook | processed_twice | finalised_late | stale_padding | stale
     rank: int
@@ -18,6 +19,7 @@ class Violation:
     via: str
     modules: tuple[str, ...]
     text: str
+    untouched: bool = False
 
 
 def violations(rank: int, events: Sequence[Record], loads: int) -> list[Violation]:
@@ -64,8 +66,13 @@ class _RootLoad:
                 "finalised_late", f"{what} ran inside a forward pass, not in the load", modules
             )
         yield from self._hook(loading, late=any(e["event"] == "finalize" for e in serving))
-        yield from self._modules(loading, late={e["module"] for e in serving if e["event"] == "post_process"})
-        yield from self._padding(loading)
+        untouched = self._untouched()
+        if untouched:
+            text = "the load neither filled nor post-processed what it should have loaded"
+            yield replace(self._violation("skipped_hook", text, untouched), untouched=True)
+        late = {e["module"] for e in serving if e["event"] == "post_process"}
+        yield from self._modules(loading, late | untouched)
+        yield from self._padding(loading, untouched)
 
     def _hook(self, loading: Sequence[Record], late: bool) -> Iterator[Violation]:
         if not any(e["event"] == "load_end" for e in loading):
@@ -76,7 +83,14 @@ class _RootLoad:
         if hooks > 1:
             yield self._violation("processed_twice", f"the model's finalise hook ran {hooks} times")
 
-    def _modules(self, loading: Sequence[Record], late: set[str]) -> Iterator[Violation]:
+    def _untouched(self) -> set[str]:
+        """Modules that the cold start processed and of which this load has no event."""
+        owed = {e["module"] for e in self.first if e["module"]}
+        touched = {e["module"] for e in self.events if e["module"]}
+        # A path that names larger or smaller modules than the cold start shares none and cannot be compared.
+        return owed - touched if not touched or owed & touched else set()
+
+    def _modules(self, loading: Sequence[Record], excused: set[str]) -> Iterator[Violation]:
         counts = Counter(e["module"] for e in loading if e["event"] == "post_process")
         twice = [module for module, count in counts.items() if count > 1]
         if twice:
@@ -85,12 +99,11 @@ class _RootLoad:
                 "processed_twice", f"post-processing ran up to {most} times on a module", twice
             )
         owed = {e["module"] for e in self.first if e["event"] == "post_process"}
-        skipped = owed - counts.keys() - late
-        # A path that names larger or smaller modules than the cold start shares none and cannot be compared.
+        skipped = owed - counts.keys() - excused
         if skipped and (not counts or owed & counts.keys()):
             yield self._violation("skipped_hook", "post-processing did not run", skipped)
 
-    def _padding(self, loading: Sequence[Record]) -> Iterator[Violation]:
+    def _padding(self, loading: Sequence[Record], excused: set[str]) -> Iterator[Violation]:
         filled: set[str] = set()
         processed: set[str] = set()
         late: set[str] = set()
@@ -105,7 +118,7 @@ class _RootLoad:
             text = "padding was filled after post-processing had read it"
             yield self._violation("stale_padding", text, late)
         owed = {e["module"] for e in self.first if e["event"] == "fill_padding"}
-        unfilled = owed - filled
+        unfilled = owed - filled - excused
         if unfilled and "" not in filled and (not filled or owed & filled):
             yield self._violation("stale_padding", "padding was not filled", unfilled - {""})
 

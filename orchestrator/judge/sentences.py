@@ -113,7 +113,7 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
     "extra": lambda g: (
         f"{_who(g)} {_verb(g, 'is', 'are')} there, and {_verb(g, 'is', 'are')} not in the state compared with."
     ),
-    "vacuous": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} no bytes on one side, so nothing was compared.",
+    "vacuous": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} no bytes that could be compared.",
     "unclassified": lambda g: (
         f"{_who(g)} {_verb(g, 'has', 'have')} no class, so nobody knows whether its bytes matter: add a rule."
     ),

@@ -42,7 +42,7 @@ class Coverage:
     unclassified: int = 0
     unreachable: int = 0
     silent_ranks: int = 0  # ranks without totals
-    missing: dict[str, None] = field(default_factory=dict)
+    missing: dict[str, int] = field(default_factory=dict)  # path of what is not covered -> a rank of which
 
     @property
     def fraction(self) -> float:
@@ -53,7 +53,8 @@ class Coverage:
         for source in audit.sources:
             self.expected += source["bytes_expected"]
             self.audited += source["bytes_audited"]
-            self.missing.update(dict.fromkeys(source.get("missing", ())))
+            names = (f"{source['root']}:{name}" for name in source.get("missing", ()))
+            self.missing.update(dict.fromkeys(names, audit.rank))
         self.unreachable += len(audit.unreachable)
         for tensor in audit.tensors.values():
             if not tensor["nbytes"]:
@@ -82,10 +83,11 @@ class TensorJudge:
                 self._rank = rank
                 self._audits = {}
                 for name in self.observations:
-                    self.coverage[name].add(self._audit(name) or Audit(rank))
+                    self._cover(name, self._audit(name) or Audit(rank))
                 for tally in self.tallies.values():
                     self._judge(tally)
             self._audits = {}
+            self._explain_shortfall()
             for tally in self.tallies.values():
                 if tally.check["rule"] == "replicas":
                     self._compare_replicas(tally)
@@ -105,6 +107,27 @@ class TensorJudge:
                     self._replicas[name].append(_fingerprints(audit))
             case "coverage":
                 pass  # gathered for every observation
+
+    def _cover(self, name: str, audit: Audit) -> None:
+        """Adds to the totals of an observation, and names what has no class."""
+        self.coverage[name].add(audit)
+        for path, tensor in audit.tensors.items():
+            if tensor["class"] == "unclassified" and tensor["nbytes"]:
+                self._find(name, Cause("unclassified", audit.rank, path, note=tensor.get("reason", "")))
+        for storage in audit.unreachable:
+            path = f"unreachable: {storage.get('dtype')} {storage.get('shape')} read by {storage.get('op')}"
+            self._find(
+                name, Cause("unclassified", audit.rank, path, note="no walk of the modules reaches it")
+            )
+
+    def _explain_shortfall(self) -> None:
+        for name, coverage in self.coverage.items():
+            if coverage.fraction < self.attempt.cell["policy"]["coverage"]:
+                for path, rank in coverage.missing.items():
+                    self._find(name, Cause("vacuous", rank, path, note="no audited tensor holds it"))
+
+    def _find(self, observation: str, cause: Cause) -> None:
+        self.ledger.add(self.arm.name, observation, "coverage", [cause])
 
     # One rank ------------------------------------------------------------------------------------------
 

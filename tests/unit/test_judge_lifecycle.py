@@ -55,6 +55,7 @@ def filled_after(events: Events) -> Events:
         ("skipped_hook", lambda e: without(e, root="draft", load=2, event="load_end")),
         ("skipped_hook", lambda e: without(e, load=1, event="post_process", module="model.layers.1.mlp")),
         ("skipped_hook", lambda e: without(e, root="target", load=1, event="post_process")),
+        ("skipped_hook", lambda e: without(e, load=1, module="model.layers.1.mlp")),
         ("processed_twice", lambda e: [*e, event("target", 1, "finalize", "layerwise")]),
         ("processed_twice", lambda e: [*e, event("draft", 0, "post_process", "safetensors", "model.mtp.0")]),
         ("stale_padding", filled_after),
@@ -94,6 +95,36 @@ def test_a_skipped_hook_explains_stale_and_left_over_tensors(tmp_path: Path) -> 
     assert finding["observation"] == "updated"
     assert "the model's finalise hook did not run" in finding["detail"]
     assert {"stale", "extra"} <= {c["code"] for c in finding["consequences"]}
+
+
+def test_modules_that_no_weights_reached_are_stale_and_not_skipped(tmp_path: Path) -> None:
+    world = World()
+    for rank, events in world.candidate.events.items():
+        world.candidate.events[rank] = [
+            e for e in events if e["module"] != "model.layers.1.mlp" or e["load"] == 0
+        ]
+    for observation in ("updated", "repeated"):
+        for audit, old in zip(
+            world.candidate.each(observation), world.candidate.each("started"), strict=True
+        ):
+            audit.copy_from(old, fx.EXPERTS)
+            audit.copy_from(old, fx.SCALES)
+    result = world.judge(tmp_path)
+    assert codes(result) == ["stale"]
+    assert [(c["code"], c["observation"]) for c in result["findings"][0]["consequences"]] == [
+        ("skipped_hook", "updated"), ("skipped_hook", "repeated"), ("skipped_hook", "back"),
+    ]  # fmt: skip
+
+
+def test_a_module_that_was_filled_and_not_processed_is_skipped(tmp_path: Path) -> None:
+    world = World()
+    for rank, events in world.candidate.events.items():
+        world.candidate.events[rank] = without(
+            events, load=1, event="post_process", module="model.layers.1.mlp"
+        )
+    for audit, old in zip(world.candidate.each("updated"), world.candidate.each("started"), strict=True):
+        audit.copy_from(old, fx.EXPERTS)
+    assert codes(world.judge(tmp_path)) == ["skipped_hook"]
 
 
 def test_a_broken_module_does_not_explain_other_modules(tmp_path: Path) -> None:

@@ -133,6 +133,7 @@ def test_coverage_is_a_gate(
     assert judged["verdict"] == verdict
     assert entry["verdict"] == verdict
     assert says in entry["observed"]
+    assert (verdict == "FAIL") == bool(judged["findings"])
 
 
 def test_vacuous_tensors_are_counted(tmp_path: Path) -> None:
