@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from collectors.records import RecordWriter
-from orchestrator import gang, preflight, provenance
+from orchestrator import gang, preflight, provenance, slurm
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.launch import find_allocation
@@ -148,8 +148,15 @@ def _endings_as_errors() -> Iterator[None]:
 
 
 def _near_time_limit() -> bool:
-    end = os.environ.get("SLURM_JOB_END_TIME")
-    return end is not None and float(end) - time.time() < NEAR_LIMIT_S
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return False
+    try:
+        end = slurm.job_end(job)
+    except slurm.SlurmError as error:
+        log.warning("cannot tell how much time the job has left: %s", error)
+        return False
+    return end is not None and end - time.time() < NEAR_LIMIT_S
 
 
 def _refusal(attempt: Path, cell: Any) -> str | None:

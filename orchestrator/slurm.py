@@ -100,6 +100,12 @@ def job_state(job: str) -> JobState:
     return JobState(state, state in ENDED, nodes)
 
 
+def job_end(job: str) -> float | None:
+    """Unix time at which Slurm will end a running job; None when it has no limit. Raises SlurmError."""
+    text = _ask("env", "SLURM_TIME_FORMAT=%s", "squeue", "--noheader", f"--jobs={job}", "--format=%e").strip()
+    return float(text) if text.isdigit() else None
+
+
 @cache
 def partition_limit(partition: str | None) -> int | None:
     """Seconds that a partition (None: the default one) allows; None when it has no limit or nobody can be asked."""
