@@ -8,6 +8,7 @@ import pytest
 import torch
 from k3_engine import OLD, held, make_spec, prompts, start_engine
 
+from collectors.walk import walk
 from workloads.engines.native import NativeEngine
 from workloads.engines.protocol import Prompt
 from workloads.engines.scheduler import Limits, Scheduler, planned_passes
@@ -188,7 +189,11 @@ def test_every_tensor_beside_the_parameters_has_a_rule(k3_checkpoint: Path) -> N
     assert len(runtime) == 5 * 2
     for path in runtime:
         assert [r.tensor_class for r in engine.rules() if fnmatchcase(path, r.pattern)] == ["runtime"]
-    assert used | {"*:caches.*"} == {rule.pattern for rule in engine.rules()}
+    constants = [found.path for found in walk(engine.roots()) if found.root not in engine.roots()]
+    assert constants
+    for path in constants:
+        assert [r.tensor_class for r in engine.rules() if fnmatchcase(path, r.pattern)] == ["constant"], path
+    assert used == {rule.pattern for rule in engine.rules() if rule.tensor_class in ("weight", "derived")}
 
 
 def test_the_reference_kernel_keeps_its_parameters(k3_checkpoint: Path) -> None:

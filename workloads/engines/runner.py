@@ -80,12 +80,12 @@ class Run:
         batch = self._batch(chunks, segments, shift=0)
         hidden = served.target(batch, served.target_caches)
         if yielding:
-            self._choose([chunk for chunk, _ in yielding], served.target.logits(hidden, rows))
+            self._choose([chunk for chunk, _ in yielding], served.target.logits(hidden, rows, batch))
         proposals: list[int] = []
         if served.draft is not None:
             drafted = served.draft(self._batch(chunks, segments, shift=1), hidden, served.draft_caches)
             if yielding:
-                proposals = greedy(served.draft.logits(drafted, rows)).tolist()
+                proposals = greedy(served.draft.logits(drafted, rows, batch)).tolist()
         for (chunk, _), proposal in zip(yielding, proposals, strict=False):
             self._requests[chunk.request.index].proposal = proposal
         for chunk in chunks:

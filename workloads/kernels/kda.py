@@ -11,6 +11,8 @@ import torch
 from workloads.kernels.linear import round_to_bf16
 from workloads.kernels.norm import l2_normalise, rms_scale
 
+_DECAY_BYTES = 4 << 20  # decays between the tokens of chunks that are computed at once
+
 
 def kda_gate(
     f_out: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, lower_bound: float
@@ -75,20 +77,29 @@ def kda_chunked(
     g: torch.Tensor,
     beta: torch.Tensor,
     state: torch.Tensor,
-    chunk: int = 64,
+    chunk: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A segment of one request, `chunk` tokens at a time; shapes and result as in `kda_recurrent`.
 
-    Needs 8 * H * chunk^2 * dk bytes for the decays between the tokens of one chunk.
+    The number of exponentials grows with `chunk`, that of steps in sequence falls with it. The last chunk is filled
+    up with tokens that decay nothing and write nothing.
     """
     if chunk < 1:
         raise ValueError(f"The chunk is {chunk} tokens; it must be at least 1.")
+    heads, tokens, dk = k.shape
+    padding = (0, 0, 0, -tokens % chunk)
+    q, k, v, g, beta = (
+        torch.nn.functional.pad(x, padding[4 - 2 * (x.dim() - 1) :]) for x in (q, k, v, g, beta)
+    )
     q, k, v, g, beta, state = _widen(q, k, v, g, beta, state)
     out = torch.empty_like(v)
-    for start in range(0, v.shape[1], chunk):
-        part = slice(start, start + chunk)
-        out[:, part], state = _chunk(q[:, part], k[:, part], v[:, part], g[:, part], beta[:, part], state)
-    return out, state
+    at_once = chunk * max(1, _DECAY_BYTES // (8 * heads * chunk * chunk * dk))
+    for start in range(0, tokens, at_once):
+        part = slice(start, start + at_once)
+        cut = [x[:, part].reshape(heads, -1, chunk, *x.shape[2:]) for x in (q, k, v, g, beta)]
+        mixed, state = _chunks(cut[0], cut[1], cut[2], cut[3], cut[4], state)
+        out[:, part] = mixed
+    return out[:, :tokens], state
 
 
 def kda_output(o: torch.Tensor, norm_weight: torch.Tensor, gate: torch.Tensor, eps: float) -> torch.Tensor:
@@ -134,7 +145,7 @@ def _step(
     return (q.unsqueeze(-2) @ state).squeeze(-2), state
 
 
-def _chunk(
+def _chunks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -142,34 +153,41 @@ def _chunk(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence over the C tokens of one chunk, all heads at once.
+    """The recurrence over n chunks of C tokens: q, k, g [H,n,C,dk], v [H,n,C,dv], beta [H,n,C], state [H,dk,dv].
 
-    With G the running sum of g, token j reaches token i >= j through exp(G_i - G_j) per key channel. The
-    corrections v' solve the unit lower triangular system
+    With G the running sum of g within a chunk, token j reaches token i >= j through exp(G_i - G_j) per key channel.
+    The corrections v' of a chunk that state S enters solve the unit lower triangular system
     v'_i + beta_i sum_{j<i} (k_i exp(G_i - G_j)) . k_j v'_j = beta_i (v_i - (k_i exp G_i) S).
+    It is solved for all chunks at once, as v' = u - w S; then the state that leaves a chunk is linear in the one
+    that enters it, which leaves a single product per chunk to be taken in sequence.
     """
-    total = g.cumsum(dim=1)
+    total = g.cumsum(dim=2)
     keys, queries = _decayed_scores(q, k, total)
     from_start = total.exp()
-    target = beta.unsqueeze(-1) * (v - (k * from_start) @ state)
+    targets = beta.unsqueeze(-1) * torch.cat([v, k * from_start], dim=-1)
     system = beta.unsqueeze(-1) * keys.tril(-1)
-    corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-    out = (q * from_start) @ state + queries.tril() @ corrections
-    to_end = (total[:, -1:] - total).exp()
-    state = from_start[:, -1].unsqueeze(-1) * state + (k * to_end).transpose(1, 2) @ corrections
-    return out, state
+    solved = torch.linalg.solve_triangular(system, targets, upper=False, unitriangular=True)
+    u, w = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
+    leaving = (k * (total[:, :, -1:] - total).exp()).transpose(2, 3)
+    transition = from_start[:, :, -1].diag_embed() - leaving @ w
+    added = leaving @ u
+    states = [state]
+    for n in range(k.shape[1]):
+        states.append(torch.baddbmm(added[:, n], transition[:, n], states[-1]))
+    entering = torch.stack(states[:-1], dim=1)
+    out = (q * from_start) @ entering + queries.tril() @ (u - w @ entering)
+    return out.flatten(1, 2), states[-1]
 
 
 def _decayed_scores(
     q: torch.Tensor, k: torch.Tensor, total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sum_d x_id exp(G_id - G_jd) k_jd for x = k and x = q, each [H,C,C], for j <= i.
+    """sum_d x_id exp(G_id - G_jd) k_jd for x = k and x = q, each [...,C,C]; meaningful for j <= i.
 
-    The difference is taken before the exponential, where it is never positive: the factors of
-    exp(G_i) * exp(-G_j) overflow and vanish once |G| exceeds 709. Entries j > i may be infinite or NaN; the
-    caller selects the lower triangle.
+    The difference is taken before the exponential: exp(G_i) * exp(-G_j) would overflow once |G| exceeds 709,
+    and is 0 * inf soon after. For j <= i the difference is never positive; the clamp keeps the unused half finite.
     """
-    between = (total.unsqueeze(2) - total.unsqueeze(1)).exp_()
-    between *= k.unsqueeze(1)
+    between = (total.unsqueeze(-2) - total.unsqueeze(-3)).clamp_(max=0).exp_()
+    between *= k.unsqueeze(-3)
     scores = between @ torch.stack([k, q], dim=-1)
     return scores[..., 0], scores[..., 1]

@@ -20,7 +20,7 @@ def round_to_bf16(x: torch.Tensor) -> torch.Tensor:
     odd += _DROPPED  # carries into the sticky bit if any dropped bit is set
     odd |= bits
     odd &= ~_DROPPED
-    return odd.view(torch.float64).to(torch.float32).to(torch.bfloat16)
+    return odd.view(torch.float64).to(torch.bfloat16)  # which torch does through float32
 
 
 def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,8 @@ import torch
 
 from workloads.kernels.linear import linear_partial, round_to_bf16
 
-_SCORE_BYTES = 64 << 20  # scores of one block of queries
+_SCORE_BYTES = 8 << 20  # scores of one block of queries
+_SCORE_ROWS = 256  # of that block at most: its own end is where it computes scores in vain
 
 
 def split_kv_b(kv_b_weight: torch.Tensor, num_heads: int, nope_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,19 +43,32 @@ def mla_expanded(
         )
     nope = width - k_pe.shape[1]
     expanded = linear_partial(c[:end], kv_b_weight).view(end, heads, kv_b_weight.shape[0] // heads)
-    expanded = expanded.transpose(0, 1)
-    shared = k_pe[:end].to(torch.float64).expand(heads, -1, -1)
-    keys = torch.cat([expanded[..., :nope], shared], dim=-1)
-    queries = q.to(torch.float64).transpose(0, 1) * width**-0.5
-    rows = max(1, _SCORE_BYTES // (8 * heads * max(1, end)))
+    shared = k_pe[:end].to(torch.float64)
+    queries = q.to(torch.float64) * width**-0.5
     out = torch.empty(tokens, heads, expanded.shape[-1] - nope, dtype=torch.bfloat16, device=q.device)
-    for first in range(0, tokens, rows):
-        block = queries[:, first : first + rows]
-        seen = start + first + block.shape[1]
-        scores = block @ keys[:, :seen].transpose(1, 2)
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu_(start + first + 1)
-        weights = scores.masked_fill_(future, -torch.inf).softmax(dim=-1)
-        out[first : first + rows] = round_to_bf16(weights @ expanded[:, :seen, nope:]).transpose(0, 1)
+    for head in range(heads):
+        keys = torch.cat([expanded[:, head, :nope], shared], dim=1)
+        out[:, head] = _causal(queries[:, head], keys, expanded[:, head, nope:], start)
+    return out
+
+
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
+    """One head: queries float64 [T,D] at positions start..start+T-1, keys [S,D], values [S,V] -> BF16 [T,V].
+
+    A block of queries at a time, which sees the keys up to its own end; the scores of a block stay in the cache.
+    """
+    rows = max(1, min(_SCORE_ROWS, _SCORE_BYTES // (8 * max(1, keys.shape[0]))))
+    future = torch.ones(rows, rows, dtype=torch.bool, device=queries.device).triu_(1)
+    out = torch.empty(queries.shape[0], values.shape[1], dtype=torch.bfloat16, device=queries.device)
+    for row in range(0, queries.shape[0], rows):
+        block = queries[row : row + rows]
+        first, start = start, start + block.shape[0]
+        scores = block @ keys[:start].t()
+        scores[:, first:].masked_fill_(future[: block.shape[0], : block.shape[0]], -torch.inf)
+        scores -= scores.amax(dim=1, keepdim=True)
+        weights = scores.exp_()
+        attended = (weights @ values[:start]) / weights.sum(dim=1, keepdim=True)
+        out[row : row + rows] = round_to_bf16(attended)
     return out
 
 

@@ -111,12 +111,16 @@ class MegaMoEReference:
         num_experts: int,
         activation: SituParameters,
     ) -> Tensor:
-        def expert(e: int) -> tuple[Tensor, Tensor]:
-            w13, w13_scale, w2, w2_scale = self.restore(ExpertWeights(*(t[e : e + 1] for t in weights)))
-            return dequantize_mxfp4(w13[0], w13_scale[0]), dequantize_mxfp4(w2[0], w2_scale[0])
+        def w13(e: int) -> Tensor:
+            packed = layout.unfuse_l1_weight(weights.l1_weight[e : e + 1])
+            return dequantize_mxfp4(packed[0], layout.unfuse_l1_scale(weights.l1_scale[e : e + 1])[0])
+
+        def w2(e: int) -> Tensor:
+            packed = layout.unfuse_l2_weight(weights.l2_weight[e])
+            return dequantize_mxfp4(packed, layout.unfuse_l2_scale(weights.l2_scale[e : e + 1])[0])
 
         _check_local_experts(weights, group, num_experts)
-        return _forward(x, topk_idx, topk_weights, expert, group, num_experts, activation)
+        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation)
 
 
 class LoadedLayoutReference:
@@ -147,12 +151,14 @@ class LoadedLayoutReference:
         num_experts: int,
         activation: SituParameters,
     ) -> Tensor:
-        def expert(e: int) -> tuple[Tensor, Tensor]:
-            w13, w13_scale, w2, w2_scale = (t[e] for t in weights)
-            return dequantize_mxfp4(w13, w13_scale), dequantize_mxfp4(w2, w2_scale)
+        def w13(e: int) -> Tensor:
+            return dequantize_mxfp4(weights.l1_weight[e], weights.l1_scale[e])
+
+        def w2(e: int) -> Tensor:
+            return dequantize_mxfp4(weights.l2_weight[e], weights.l2_scale[e])
 
         _check_local_experts(weights, group, num_experts)
-        return _forward(x, topk_idx, topk_weights, expert, group, num_experts, activation)
+        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation)
 
 
 def make_moe_kernel(name: str) -> MoEKernel:
@@ -172,40 +178,33 @@ def _forward(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    expert: Callable[[int], tuple[Tensor, Tensor]],
+    w13: Callable[[int], Tensor],
+    w2: Callable[[int], Tensor],
     group: dist.ProcessGroup | None,
     num_experts: int,
     activation: SituParameters,
 ) -> Tensor:
-    """Dispatch, run each local expert that received rows, combine. `expert(e)` gives float64 (w13, w2) of expert e."""
+    """Dispatch, run the local experts that received rows, combine. w13, w2: float64 matrices of a local expert.
+
+    What is elementwise is done for the rows of all experts at once; for a few tokens the number of operations is
+    what costs. The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the
+    combine would round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
+    """
     q, scales = quantize_fp8_rows(x)
     rows = dispatch(q, scales, topk_idx, topk_weights, num_experts, group)
-    outputs = [x.new_empty((0, x.shape[1]), dtype=torch.bfloat16)]
-    start = 0
-    for e, count in enumerate(rows.counts):
-        if count:
-            part = slice(start, start + count)
-            w13, w2 = expert(e)
-            outputs.append(
-                _expert_rows(rows.x[part], rows.x_scale[part], rows.topk_weight[part], w13, w2, activation)
-            )
-        start += count
-    return combine(torch.cat(outputs), rows.routes)
-
-
-def _expert_rows(
-    x: Tensor, x_scale: Tensor, topk_weight: Tensor, w13: Tensor, w2: Tensor, activation: SituParameters
-) -> Tensor:
-    """One expert on its rows: float8 [R, H], uint8 [R, H/32], float32 [R] -> bf16 [R, H].
-
-    The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the combine would
-    round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
-    """
-    gate_up = dequantize_fp8_rows(x, x_scale) @ w13.T
+    if not rows.topk_weight.numel():
+        return combine(x.new_empty((0, x.shape[1]), dtype=torch.bfloat16), rows.routes)
+    gate_up = _per_expert(dequantize_fp8_rows(rows.x, rows.x_scale), w13, rows.counts)
     gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
-    hidden = situ(gate, up, activation) * topk_weight.to(torch.float64).unsqueeze(-1)
-    h, h_scale = quantize_fp8_rows(hidden)
-    return (dequantize_fp8_rows(h, h_scale) @ w2.T).to(torch.bfloat16)
+    hidden = situ(gate, up, activation) * rows.topk_weight.to(torch.float64).unsqueeze(-1)
+    out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, rows.counts)
+    return combine(out.to(torch.bfloat16), rows.routes)
+
+
+def _per_expert(rows: Tensor, matrix: Callable[[int], Tensor], counts: list[int]) -> Tensor:
+    """float64 [R, K], counts[e] rows of expert e after those of the experts before it -> float64 [R, N]."""
+    parts = torch.split(rows, counts)
+    return torch.cat([part @ matrix(e).T for e, part in enumerate(parts) if counts[e]])
 
 
 def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:

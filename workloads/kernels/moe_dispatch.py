@@ -2,6 +2,9 @@
 
 Rank r of the group owns the experts r*E_loc .. (r+1)*E_loc-1. Rows travel as bytes, because gloo sends neither
 float8 nor (portably) bfloat16. Inside an expert, rows stand in the order (source rank, token, slot).
+
+The first rows for each rank travel in the message that says how many there are: a decode step, which sends few, then
+costs one collective instead of two.
 """
 
 from typing import NamedTuple
@@ -9,6 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+FIRST_ROWS = 8  # for each rank, sent with the counts
+_HEADER = 16  # bytes before them: rows for this rank, most rows for any rank
 
 
 class Routes(NamedTuple):
@@ -52,17 +58,13 @@ def dispatch(
     local_experts = _local_experts(flat_idx, num_experts, group)
     pairs = torch.nonzero(flat_idx >= 0).squeeze(1)
     destination = flat_idx[pairs] // local_experts
-    pairs = pairs[torch.argsort(destination, stable=True)]
-    sent, received = _exchange_counts(
-        torch.bincount(destination, minlength=num_experts // local_experts), group
-    )
-
+    destination, order = torch.sort(destination, stable=True)
+    pairs = pairs[order]
     tokens = pairs // topk_idx.shape[1]
     local_id = (flat_idx[pairs] % local_experts).to(torch.int32)
     columns = (x[tokens], x_scale[tokens], local_id.unsqueeze(1), topk_weights.reshape(-1, 1)[pairs])
     packed = torch.cat([column.view(torch.uint8) for column in columns], dim=1)
-    arrived = _exchange_rows(packed, sent, received, group)
-
+    arrived, sent, received = _send(packed, destination, num_experts // local_experts, group)
     expert = arrived[:, -8:-4].contiguous().view(torch.int32).squeeze(1)
     arrival = torch.argsort(expert, stable=True)
     rows = arrived[arrival]
@@ -124,13 +126,41 @@ def _local_experts(flat_idx: Tensor, num_experts: int, group: dist.ProcessGroup 
     return num_experts // ranks
 
 
-def _exchange_counts(sent: Tensor, group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
-    """Rows for each rank, int64 [ranks] -> (rows sent to each rank, rows received from each rank)."""
-    received = sent
-    if group is not None:
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
-    return sent.tolist(), received.tolist()
+def _send(
+    rows: Tensor, destination: Tensor, ranks: int, group: dist.ProcessGroup | None
+) -> tuple[Tensor, list[int], list[int]]:
+    """Byte rows uint8 [R, bytes] with their ascending destinations int64 [R] -> uint8 rows by source, and how many
+    rows went to and came from each rank."""
+    counts = torch.bincount(destination, minlength=ranks)
+    sent = counts.tolist()
+    if group is None:
+        return rows, sent, sent
+    position = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[destination]
+    first = position < FIRST_ROWS
+    message = rows.new_zeros((ranks, _HEADER + FIRST_ROWS * rows.shape[1]))
+    message[:, :_HEADER].view(torch.int64).copy_(torch.stack([counts, counts.max().expand(ranks)], dim=1))
+    slots = torch.unflatten(message[:, _HEADER:], 1, (FIRST_ROWS, -1))
+    slots[destination[first], position[first]] = rows[first]
+
+    arrived = torch.empty_like(message)
+    dist.all_to_all_single(arrived, message, group=group)
+    headers = arrived[:, :_HEADER].view(torch.int64)
+    received = headers[:, 0].tolist()
+    slots = torch.unflatten(arrived[:, _HEADER:], 1, (FIRST_ROWS, -1))
+    first_rows = slots[torch.arange(FIRST_ROWS, device=rows.device) < headers[:, :1]]
+    if int(headers[:, 1].max()) <= FIRST_ROWS:  # which all ranks know: each has every rank's largest count
+        return first_rows, sent, received
+    rest = _exchange_rows(rows[~first], _beyond_first(sent), _beyond_first(received), group)
+    pieces = zip(
+        torch.split(first_rows, [min(count, FIRST_ROWS) for count in received]),
+        torch.split(rest, _beyond_first(received)),
+        strict=True,
+    )
+    return torch.cat([rows for pair in pieces for rows in pair]), sent, received
+
+
+def _beyond_first(counts: list[int]) -> list[int]:
+    return [max(0, count - FIRST_ROWS) for count in counts]
 
 
 def _exchange_rows(

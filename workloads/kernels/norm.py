@@ -16,7 +16,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     The weight is not offset by one, and nothing is rounded between the scale and the weight.
     """
-    return round_to_bf16(x.to(torch.float64) * rms_scale(x, eps) * weight.to(torch.float64))
+    wide = x.to(torch.float64)
+    return round_to_bf16(wide * rms_scale(wide, eps) * weight.to(torch.float64))
 
 
 def l2_normalise(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

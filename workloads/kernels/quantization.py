@@ -17,6 +17,24 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a co
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+def _e8m0_table() -> Tensor:
+    """float64 [256] by exponent byte. Assembled from bits: exp2 is not promised to be exact, and 2^-127 is a
+    normal float64."""
+    exponents = torch.arange(256, dtype=torch.int64) + (1023 - E8M0_BIAS)
+    return (exponents << 52).view(torch.float64).index_fill_(0, torch.tensor(E8M0_NAN), torch.nan)
+
+
+def _e2m1_pairs() -> Tensor:
+    """float64 [256, 2]: (low, high) nibble by packed byte."""
+    values = torch.tensor(E2M1_VALUES, dtype=torch.float64)
+    values = torch.cat([values, -values])
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
+
+
+_E8M0_TABLE = _e8m0_table()
+_E2M1_PAIRS = _e2m1_pairs()
+
+
 def _blocks(x: Tensor, size: int) -> Tensor:
     """View [..., K] as [..., K/size, size]. ValueError when K is no multiple of `size`."""
     columns = x.shape[-1]
@@ -38,9 +56,11 @@ def encode_e8m0_ceil(x: Tensor) -> Tensor:
 
 def decode_e8m0(scales: Tensor) -> Tensor:
     """uint8 bytes b -> float64 2^(b-127); 255 -> NaN."""
-    # The float64 is assembled from bits: exp2 is not promised to be exact, and 2^-127 is a normal float64.
-    exponent = scales.to(torch.int64) + (1023 - E8M0_BIAS)
-    return (exponent << 52).view(torch.float64).masked_fill_(scales == E8M0_NAN, torch.nan)
+    return (
+        _E8M0_TABLE.to(scales.device)
+        .index_select(0, scales.reshape(-1).to(torch.int32))
+        .reshape(scales.shape)
+    )
 
 
 def quantize_fp8_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -79,9 +99,7 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def decode_e2m1(packed: Tensor) -> Tensor:
     """uint8 [..., K/2], low nibble = even column -> float64 [..., K]."""
-    values = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=packed.device)
-    values = torch.cat([values, -values])
-    pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)  # [byte, (low, high)]
+    pairs = _E2M1_PAIRS.to(packed.device)
     return pairs.index_select(0, packed.reshape(-1).to(torch.int32)).reshape(*packed.shape[:-1], -1)
 
 

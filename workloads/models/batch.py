@@ -38,7 +38,8 @@ class Batch:
     equal shares of consecutive tokens; the last shares are filled up with padding.
 
     token_ids: int64 [share * tp.size], zeros for padding. tokens: how many are real; may be 0.
-    share: rows of each rank; local_tokens: how many of this rank's are real.
+    share: rows of each rank; local_tokens: how many of this rank's are real. Between collectives a rank holds its
+    real tokens only.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Batch:
 
     @property
     def local_starts(self) -> list[int]:
-        """Rows of this rank's share that are the first token of a request."""
+        """Rows of this rank's tokens that are the first token of a request."""
         rows = (segment.offset - self._first for segment in self.segments if segment.start == 0)
-        return [row for row in rows if 0 <= row < self.share]
+        return [row for row in rows if 0 <= row < self.local_tokens]
 
     @cached_property
     def decode_rows(self) -> torch.Tensor:

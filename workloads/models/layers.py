@@ -73,6 +73,8 @@ class ColumnParallelLinear(WeightModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, in_features] -> BF16 [T, rows]."""
+        if not len(x):
+            return x.new_empty(0, self.weight.shape[0])
         return linear(x, self.weight)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -115,7 +117,7 @@ class RMSNorm(WeightModule):
         self.add_weight("weight", vector(source, size, dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps) if len(x) else x
 
 
 def _vocabulary_share(group: Group, vocab: int, hidden: int, source: str) -> Weight:
@@ -136,7 +138,7 @@ class VocabParallelEmbedding(WeightModule):
         self.add_weight("weight", _vocabulary_share(group, vocab, hidden, source))
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [size*n], equal on all ranks -> this rank's n embeddings, BF16 [n, hidden]. Collective."""
+        """int64 [size*n], equal on all ranks -> embeddings of this rank's share, BF16 [n, hidden]. Collective."""
         length = self.weight.shape[0]
         owner = token_ids // length
         local = (token_ids - self.group.rank * length).clamp(0, length - 1)  # rows of others are not selected
@@ -153,15 +155,18 @@ class ParallelLMHead(WeightModule):
         self.group = group
         self.add_weight("weight", _vocabulary_share(group, vocab, hidden, source))
 
-    def forward(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of some tokens of the batch. Collective unless there are no rows.
+    def forward(self, hidden: torch.Tensor, rows: torch.Tensor, share: int) -> torch.Tensor:
+        """Logits of some tokens of a batch. Collective unless there are no rows.
 
-        hidden: BF16 [n, H], this rank's share of the tokens. rows: int64 [R], rows of the whole batch.
+        hidden: BF16 [n, H], this rank's tokens. rows: int64 [R], of the whole batch; row i is with rank i // share.
         Returns float32 [R, vocab] that holds BF16 values, on every rank.
         """
         if self.group.size > 1:
-            owner, row = rows // max(1, hidden.shape[0]), rows % max(1, hidden.shape[0])
-            selected = gather_selected(self.group, hidden[row], owner)
+            owner, row = rows // share, rows % share
+            mine = owner == self.group.rank
+            selected = hidden.new_zeros(len(rows), self.weight.shape[1])
+            selected[mine] = hidden[row[mine]]
+            selected = gather_selected(self.group, selected, owner)
         else:
             selected = hidden[rows]
         logits = linear(selected, self.weight)
@@ -185,6 +190,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, hidden] -> BF16 [T, hidden]; the activation is computed in float64 and rounded once."""
+        if not len(x):
+            return x
         gate, up, _ = self.gate_up_proj.split(x)
         activated = situ(gate.to(torch.float64), up.to(torch.float64), self.activation)
         out: torch.Tensor = self.down_proj(round_to_bf16(activated))

@@ -20,6 +20,11 @@ RULES = (
     Rule("*.kv_b_proj.W_UK_T", "derived", "key half of kv_b_proj.weight per head, absorbed into MLA decode"),
     Rule("*.kv_b_proj.W_UV", "derived", "value half of kv_b_proj.weight per head, absorbed into MLA decode"),
     Rule(
+        "global:workloads.kernels.quantization.*",
+        "constant",
+        "decoding tables of the MXFP4 format, the same in every process",
+    ),
+    Rule(
         "*:caches.*", "runtime", "latents, convolution inputs and recurrent states of the requests in flight"
     ),
 )

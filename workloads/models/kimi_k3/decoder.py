@@ -49,7 +49,8 @@ class SubLayers(nn.Module):
         attention = MultiHeadLatentAttention if config.is_full_attention(layer) else KimiDeltaAttention
         self.self_attn = attention(config, groups.tp, f"{prefix}self_attn.")
         self.post_attention_layernorm = RMSNorm(hidden, eps, f"{prefix}post_attention_layernorm.weight")
-        if config.is_dense(layer):
+        self.is_dense = config.is_dense(layer)
+        if self.is_dense:
             self.mlp = GatedMLP(
                 hidden, config.dense_intermediate_size, situ_parameters(config), f"{prefix}mlp."
             )
@@ -64,19 +65,24 @@ class SubLayers(nn.Module):
 
     def attend(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """BF16 [n, hidden], this rank's tokens -> BF16 [n, hidden]. Collective over the TP group."""
-        gathered = all_gather_rows(self.tp, self.input_layernorm(x))
+        if not batch.tokens:  # so on every rank of the group
+            return x
+        gathered = all_gather_rows(self.tp, _padded(self.input_layernorm(x), batch.share))
         partial = self.self_attn(gathered[: batch.tokens], batch, cache)
-        padding = gathered.shape[0] - batch.tokens
-        padded = torch.cat([partial, partial.new_zeros(padding, partial.shape[1])]) if padding else partial
-        return round_to_bf16(reduce_scatter_rows(self.tp, padded))
+        summed = reduce_scatter_rows(self.tp, _padded(partial, gathered.shape[0]))
+        return round_to_bf16(summed[: batch.local_tokens])
 
-    def feed_forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [n, hidden] -> BF16 [n, hidden]. Collective over the EP group where there are experts."""
         normed = self.post_attention_layernorm(x)
-        out: torch.Tensor = (
-            self.block_sparse_moe(normed, batch) if hasattr(self, "block_sparse_moe") else self.mlp(normed)
-        )
+        out: torch.Tensor = self.mlp(normed) if self.is_dense else self.block_sparse_moe(normed)
         return out
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`rows` with zeros below, `count` in all."""
+    missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def residual_mixer(hidden: int, eps: float, stem: str) -> tuple[RMSNorm, ReplicatedLinear]:
@@ -88,6 +94,8 @@ def residual_mixer(hidden: int, eps: float, stem: str) -> tuple[RMSNorm, Replica
 
 def mix(stream: ResidualStream, norm: RMSNorm, proj: ReplicatedLinear) -> torch.Tensor:
     """What a sublayer reads of the stream, BF16 [n, hidden]."""
+    if not len(stream.prefix):
+        return stream.prefix
     return attention_residual_mix(stream.blocks, stream.prefix, norm.weight, proj.weight, norm.eps)
 
 
@@ -114,7 +122,7 @@ class DecoderLayer(SubLayers):
         else:
             stream.prefix = stream.prefix + attended
         mixed = mix(stream, self.mlp_res_norm, self.mlp_res_proj)
-        stream.prefix = stream.prefix + self.feed_forward(mixed, batch)
+        stream.prefix = stream.prefix + self.feed_forward(mixed)
 
 
 class PlainDecoderLayer(SubLayers):
@@ -123,4 +131,4 @@ class PlainDecoderLayer(SubLayers):
     def forward(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """BF16 [n, hidden] -> BF16 [n, hidden]."""
         x = x + self.attend(x, batch, cache)
-        return x + self.feed_forward(x, batch)
+        return x + self.feed_forward(x)

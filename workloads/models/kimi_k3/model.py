@@ -38,7 +38,7 @@ class KimiK3Model(nn.Module):
         self.norm = RMSNorm(hidden, eps, f"{prefix}norm.weight")
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        stream = ResidualStream([], self.embed_tokens(batch.token_ids))
+        stream = ResidualStream([], self.embed_tokens(batch.token_ids)[: batch.local_tokens])
         for layer, cache in zip(self.layers, caches, strict=True):
             layer(stream, batch, cache)
         hidden: torch.Tensor = self.norm(mix(stream, self.output_attn_res_norm, self.output_attn_res_proj))
@@ -61,13 +61,13 @@ class KimiK3ForCausalLM(ModelRoot):
         return [layer.make_cache(slots, positions) for layer in self._layers()]
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Final hidden states of this rank's share of the tokens, BF16 [n, hidden]; caches are advanced."""
+        """Final hidden states of this rank's tokens, BF16 [n, hidden]; caches are advanced."""
         hidden: torch.Tensor = self.model(batch, caches)
         return hidden
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""
-        logits: torch.Tensor = self.lm_head(hidden, rows)
+        logits: torch.Tensor = self.lm_head(hidden, rows, batch.share)
         return logits
 
     def _layers(self) -> list[DecoderLayer]:

@@ -11,7 +11,6 @@ from workloads.kernels.mega_moe_layout import LAYOUT_MULTIPLE, unfuse_l2_weight
 from workloads.kernels.moe import ExpertWeights, MoEKernel
 from workloads.kernels.routing import route_sigmoid_noaux
 from workloads.loading.weights import Placement, Weight, WeightModule
-from workloads.models.batch import Batch
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows, vector
 from workloads.models.parallel import Group
@@ -157,15 +156,10 @@ class Router(WeightModule):
         bias = vector(f"{prefix}e_score_correction_bias", config.num_experts, torch.float32)
         self.add_weight("e_score_correction_bias", bias)
 
-    def forward(self, x: torch.Tensor, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """BF16 [T, hidden] -> topk_idx int64 [T, K], topk_weights FP32 [T, K]; rows from `tokens` on are padding
-        and go to no expert."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """BF16 [T, hidden] -> topk_idx int64 [T, K], topk_weights FP32 [T, K]."""
         logits = linear_partial(x, self.weight)
-        topk_idx, topk_weights = route_sigmoid_noaux(
-            logits, self.e_score_correction_bias, self.top_k, self.scaling
-        )
-        topk_idx[tokens:] = -1
-        return topk_idx, topk_weights
+        return route_sigmoid_noaux(logits, self.e_score_correction_bias, self.top_k, self.scaling)
 
 
 class LatentMoE(nn.Module):
@@ -187,10 +181,11 @@ class LatentMoE(nn.Module):
             hidden, config.shared_intermediate_size, situ_parameters(config), f"{prefix}shared_experts."
         )
 
-    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """BF16 [n, hidden], this rank's share of the tokens -> BF16 [n, hidden]. Collective over the EP group."""
-        topk_idx, topk_weights = self.gate(x, batch.local_tokens)
-        routed = self.experts(self.routed_expert_down_proj(x), topk_idx, topk_weights)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """BF16 [n, hidden], this rank's tokens -> BF16 [n, hidden]. Collective over the EP group."""
+        routed = self.experts(self.routed_expert_down_proj(x), *self.gate(x))
+        if not len(x):  # this rank has only taken part
+            return x
         out: torch.Tensor = self.routed_expert_up_proj(self.routed_expert_norm(routed)) + self.shared_experts(
             x
         )

@@ -58,7 +58,7 @@ class KimiK3MultiTokenPredictorModel(nn.Module):
         self.layers = nn.ModuleDict({str(layer): MultiTokenPredictor(setting, layer)})
 
     def forward(self, batch: Batch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
-        embedded = self.embed_tokens(batch.token_ids)
+        embedded = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
         embedded[batch.local_starts] = 0  # the block is trained without an embedding at the first position
         for block, cache in zip(self.layers.values(), caches, strict=True):
             hidden = block(embedded, hidden, batch, cache)
@@ -81,14 +81,14 @@ class KimiK3MTP(ModelRoot):
 
     def forward(self, batch: Batch, hidden: torch.Tensor, caches: Sequence[LayerCache]) -> torch.Tensor:
         """batch: the target's batch with every token replaced by the one after it. hidden: BF16 [n, hidden], the
-        target's final hidden states of this rank's share. Returns BF16 [n, hidden] for `logits`."""
+        target's final hidden states of this rank's tokens. Returns BF16 [n, hidden] for `logits`."""
         out: torch.Tensor = self.model(batch, hidden, caches)
         return out
 
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""
         (block,) = self._blocks()
-        logits: torch.Tensor = block.shared_head.head(hidden, rows)
+        logits: torch.Tensor = block.shared_head.head(hidden, rows, batch.share)
         return logits
 
     def _blocks(self) -> list[MultiTokenPredictor]:
