@@ -41,7 +41,7 @@ class ToyEngine:
         action, _, victim = via.partition(":")
         if victim and int(victim) == self.rank:
             getattr(self, f"_{action}")()
-        total = torch.tensor([self.rank], dtype=torch.int64)
+        total = torch.tensor([self.rank], dtype=torch.int64, device=self.spec.backend.device)
         dist.all_reduce(total)
         ranks = self.spec.parallelism.ranks
         assert total.item() == ranks * (ranks - 1) // 2
