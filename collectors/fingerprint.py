@@ -1,13 +1,17 @@
 """128-bit fingerprint of a tensor's logical bytes, the same on every device and for every stride.
 
-The logical bytes are those of the row-major contiguous tensor. They are cut into leaves, leaves into
-128 KiB blocks, and each block is reduced to three lanes (`collectors.lanes`); a leaf's digest is the first
-128 bits of SHA-256 over the lanes of its blocks in order and its length in bytes. A tensor is one leaf,
-except with three dimensions or more and a first dimension of at most MAX_SLICES: then every leading slice
-is a leaf, and the tensor's digest is the one of the concatenated slice digests. So a slice has the
-fingerprint of the same bytes as a 2-D tensor, and a difference in stacked experts names the expert.
+The logical bytes are those of the row-major contiguous tensor. They are cut into leaves. A leaf is padded
+with zeros to rows of 4 KiB, each of which is reduced to 16 integers (`collectors.row_sums`); where that
+leaves more than 64 rows' sums, the sums are cut and reduced again, with other keys. A leaf's digest is the
+first 128 bits of SHA-256 over the last sums in order and the leaf's length in bytes.
 
-Shape and dtype do not enter, they are recorded beside it. This detects faults, not adversaries.
+A tensor is one leaf, except with three dimensions or more and a first dimension of at most MAX_SLICES: then
+every leading slice is a leaf, and the tensor's digest is SHA-256, cut alike, of the slices' digests. So a slice
+has the fingerprint of the same bytes as a 2-D tensor, and a difference in stacked experts names the expert.
+
+Two different tensors of equal size agree with probability 2^-112 per level (five levels reach 64 TiB), whatever
+they differ in, since the keys do not depend on them. Shape and dtype do not enter, they are recorded beside
+it. This detects faults, not adversaries: the keys are public.
 """
 
 import hashlib

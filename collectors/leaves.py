@@ -1,22 +1,25 @@
-"""Cuts tensors into leaves, contiguous runs of logical bytes, and digests each through its block lanes.
+"""Cuts tensors into leaves, contiguous runs of logical bytes, and digests each through the sums of its rows.
 
 Contiguous memory is read where it lies. Strided tensors are made contiguous a piece at a time. Small
-leaves wait until enough of equal length are there to be hashed by the same few array operations.
+leaves wait until enough of equal length are there to be hashed by the same few operations.
 """
 
 import ctypes
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from collectors.lanes import BLOCK_BYTES, RowHasher, Rows
+from collectors.byte_flags import constant_rows
+from collectors.row_sums import ROW_BYTES, SUM_BYTES, row_sums
 
 _SMALL = 32 << 10  # bytes of a leaf that is hashed together with others
-_GROUP = 512 << 10  # bytes of small leaves hashed together: they stay in the L2 cache
-_PIECE = 8 << 20  # bytes made contiguous or aligned at a time; a multiple of BLOCK_BYTES
+_GROUP = 512 << 10  # bytes of small leaves hashed together
+_PIECE = 4 << 20  # bytes made contiguous or padded at a time; a multiple of ROW_BYTES
 _PIECE_ON_DEVICE = 256 << 20  # launches cost more there than memory does
+_MOST_ROWS = 64  # of one leaf; sums of more are hashed again, so that a device returns little
 _Group = tuple[torch.device, torch.dtype, int]  # of small leaves: device, dtype, bytes of each
 EMPTY = hashlib.sha256((0).to_bytes(8, "little")).digest()[:16]
 
@@ -32,7 +35,6 @@ class Leaves:
         self.nan: list[bool] = []
         self.constants: list[int] = []
         self._flags = flags
-        self._hash_rows = RowHasher()
         self._waiting: dict[_Group, list[tuple[int, Tensor]]] = {}
 
     def add(self, tensor: Tensor, slices: int) -> int:
@@ -48,7 +50,7 @@ class Leaves:
         if not slices and nbytes <= _SMALL and _is_plain(tensor):
             self._wait(first, tensor, nbytes)
         elif _is_plain(tensor):
-            self._rows(range(first, first + count), octets(tensor).view(count, nbytes), tensor.dtype)
+            self._contiguous(range(first, first + count), octets(tensor).view(count, nbytes), tensor.dtype)
         else:
             self._strided(range(first, first + count), tensor if slices else tensor.unsqueeze(0), nbytes)
         return first
@@ -61,69 +63,71 @@ class Leaves:
         group = (tensor.device, tensor.dtype, nbytes)
         waiting = self._waiting.setdefault(group, [])
         waiting.append((leaf, tensor))
-        if len(waiting) * nbytes >= (_GROUP if tensor.is_cpu else _PIECE_ON_DEVICE):
+        if len(waiting) * _padded(nbytes) >= (_GROUP if tensor.is_cpu else _PIECE_ON_DEVICE):
             self._flush(group)
 
     def _flush(self, group: _Group) -> None:
         device, dtype, nbytes = group
-        numbers, tensors = zip(*self._waiting.pop(group), strict=True)
-        if device.type == "cpu":
-            rows = torch.zeros((len(tensors), _padded(nbytes)), dtype=torch.uint8)
-            address, width = rows.data_ptr(), rows.shape[1]
-            for tensor in tensors:  # a tenth of the time of views and copy_
-                ctypes.memmove(address, tensor.data_ptr(), nbytes)
-                address += width
-            self._finish_rows(numbers, self._hash(rows.view(torch.int64), nbytes, dtype), nbytes)
-        else:
-            self._rows(numbers, torch.stack([octets(tensor) for tensor in tensors]), dtype)
+        leaves, tensors = zip(*self._waiting.pop(group), strict=True)
+        if device.type != "cpu":
+            self._contiguous(leaves, torch.stack([octets(tensor) for tensor in tensors]), dtype)
+            return
+        padded = torch.zeros((len(tensors), _padded(nbytes)), dtype=torch.uint8)
+        address, width = padded.data_ptr(), padded.shape[1]
+        for tensor in tensors:  # a tenth of the time of views and copy_
+            ctypes.memmove(address, tensor.data_ptr(), nbytes)
+            address += width
+        self._rows(leaves, padded, nbytes, dtype)
 
-    def _strided(self, own: range, slices: Tensor, nbytes: int) -> None:
+    def _strided(self, leaves: Sequence[int], slices: Tensor, nbytes: int) -> None:
         piece = _piece(slices)
         step = piece // nbytes
         if step == 0:  # a slice exceeds the bound
-            for leaf, part in zip(own, slices, strict=True):
-                self._leaf(leaf, _reblock(_contiguous_pieces(part, piece)), part.dtype, nbytes)
-            return
-        for start in range(0, len(own), step):
-            part = _materialize(slices[start : start + step])
-            rows = octets(part).view(-1, nbytes)
-            self._rows(own[start : start + step], rows, slices.dtype)
+            for leaf, part in zip(leaves, slices, strict=True):
+                self._leaf(leaf, _at_row_ends(_contiguous_pieces(part, piece)), part.dtype, nbytes)
+        for start in range(0, len(leaves), step) if step else ():
+            part = octets(_materialize(slices[start : start + step])).view(-1, nbytes)
+            self._contiguous(leaves[start : start + step], part, slices.dtype)
 
-    def _rows(self, own: Iterable[int], rows: Tensor, dtype: torch.dtype) -> None:
-        """Leaves `own` are the rows of uint8 [n, nbytes], contiguous."""
-        n, nbytes = rows.shape
-        if nbytes > BLOCK_BYTES:
-            for leaf, row in zip(own, rows, strict=True):
-                self._leaf(leaf, torch.split(row, _piece(row)), dtype, nbytes)
+    def _contiguous(self, leaves: Sequence[int], octets_: Tensor, dtype: torch.dtype) -> None:
+        """`leaves` are the rows of uint8 [n, nbytes]."""
+        nbytes, piece = octets_.shape[1], _piece(octets_)
+        missing = -nbytes % ROW_BYTES
+        if missing and (len(leaves) == 1 or nbytes > piece):
+            for leaf, row in zip(leaves, octets_, strict=True):
+                self._leaf(leaf, [row], dtype, nbytes)
             return
-        own = list(own)
-        step = max(1, _piece(rows) // nbytes)
-        for start in range(0, n, step):
-            part = rows[start : start + step]
-            self._finish_rows(own[start : start + step], self._hash(_words(part), nbytes, dtype), nbytes)
+        # Padding copies a piece; without it only the sums take memory, a 64th.
+        step = max(1, (piece if missing else piece * ROW_BYTES // SUM_BYTES) // nbytes)
+        for start in range(0, len(leaves), step):
+            part = octets_[start : start + step]
+            padded = pad(part, (0, missing)) if missing else part
+            self._rows(leaves[start : start + step], padded, nbytes, dtype)
 
-    def _leaf(self, leaf: int, chunks: Iterable[Tensor], dtype: torch.dtype, nbytes: int) -> None:
-        """One leaf from its bytes in order: uint8 [n] tensors, n a multiple of BLOCK_BYTES but for the last."""
-        blocks = [self._blocks(part, dtype) for chunk in chunks for part in _whole_and_rest(chunk)]
-        constants = {int(value) for rows in blocks for value in rows.constant}
-        self.digests[leaf] = _digest(b"".join(rows.lanes.tobytes() for rows in blocks), nbytes)
-        self.nan[leaf] = any(bool(rows.nan.any()) for rows in blocks)
+    def _rows(self, leaves: Sequence[int], padded: Tensor, nbytes: int, dtype: torch.dtype) -> None:
+        """Leaves of nbytes each from uint8 [n, bytes], whole rows of ROW_BYTES, zero behind nbytes."""
+        count = len(leaves)
+        sums, nan = row_sums(padded.view(-1, ROW_BYTES), 0, dtype if self._flags else None)
+        digests = _digests(sums.view(torch.uint8).view(count, -1), nbytes)
+        has_nan = nan.view(count, -1).any(1).tolist()
+        constants = constant_rows(padded[:, :nbytes]) if self._flags else [-1] * count
+        for i, leaf in enumerate(leaves):
+            self.digests[leaf], self.nan[leaf], self.constants[leaf] = digests[i], has_nan[i], constants[i]
+
+    def _leaf(self, leaf: int, pieces: Iterable[Tensor], dtype: torch.dtype, nbytes: int) -> None:
+        """One leaf from its bytes in order: uint8 [k], k a multiple of ROW_BYTES except in the last."""
+        sums: list[Tensor] = []
+        constants: set[int] = set()
+        for piece in pieces:
+            whole = len(piece) // ROW_BYTES * ROW_BYTES
+            rest = pad(piece[whole:], (0, -len(piece) % ROW_BYTES))
+            for part in (piece[:whole], rest):
+                part_sums, nan = row_sums(part.view(-1, ROW_BYTES), 0, dtype if self._flags else None)
+                sums.append(part_sums)
+                self.nan[leaf] |= bool(nan.any())
+            constants.update(constant_rows(piece.unsqueeze(0)) if self._flags else [-1])
+        (self.digests[leaf],) = _digests(torch.cat(sums).view(torch.uint8).view(1, -1), nbytes)
         self.constants[leaf] = constants.pop() if len(constants) == 1 else -1
-
-    def _blocks(self, rows: Tensor, dtype: torch.dtype) -> Rows:
-        return self._hash(_words(rows), rows.shape[1], dtype)
-
-    def _hash(self, words: Tensor, nbytes: int, dtype: torch.dtype) -> Rows:
-        return self._hash_rows(words, nbytes, dtype if self._flags else None)
-
-    def _finish_rows(self, own: Iterable[int], rows: Rows, nbytes: int) -> None:
-        lanes = rows.lanes.tobytes()
-        width = rows.lanes[0].nbytes
-        flags = zip(own, rows.nan.tolist(), rows.constant.tolist(), strict=True)
-        for i, (leaf, nan, constant) in enumerate(flags):
-            self.digests[leaf] = _digest(lanes[i * width : (i + 1) * width], nbytes)
-            self.nan[leaf] = nan
-            self.constants[leaf] = constant
 
 
 def octets(tensor: Tensor) -> Tensor:
@@ -131,35 +135,24 @@ def octets(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _digest(lanes: bytes, nbytes: int) -> bytes:
-    return hashlib.sha256(lanes + nbytes.to_bytes(8, "little")).digest()[:16]
+def _digests(sums: Tensor, nbytes: int) -> list[bytes]:
+    """16 bytes for each of n leaves of nbytes from their sums in order, little-endian: uint8 [n, k]."""
+    level = 0
+    while sums.shape[1] > _MOST_ROWS * SUM_BYTES:
+        level += 1
+        rows = pad(sums, (0, -sums.shape[1] % ROW_BYTES)).view(-1, ROW_BYTES)
+        sums = row_sums(rows, level)[0].view(torch.uint8).view(len(sums), -1)
+    data, width = sums.cpu().numpy().tobytes(), sums.shape[1]
+    length = nbytes.to_bytes(8, "little")
+    return [hashlib.sha256(data[i : i + width] + length).digest()[:16] for i in range(0, len(data), width)]
 
 
 def _padded(nbytes: int) -> int:
-    return -(-nbytes // 8) * 8
+    return -(-nbytes // ROW_BYTES) * ROW_BYTES
 
 
 def _piece(tensor: Tensor) -> int:
     return _PIECE if tensor.is_cpu else _PIECE_ON_DEVICE
-
-
-def _words(rows: Tensor) -> Tensor:
-    """uint8 [n, nbytes] as int64 [n, words]; a zero-padded copy where the words would not be aligned."""
-    n, nbytes = rows.shape
-    if nbytes % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.data_ptr() % 8 == 0:
-        return rows.view(torch.int64)
-    padded = torch.zeros((n, _padded(nbytes)), dtype=torch.uint8, device=rows.device)
-    padded[:, :nbytes] = rows
-    return padded.view(torch.int64)
-
-
-def _whole_and_rest(chunk: Tensor) -> Iterator[Tensor]:
-    """uint8 [n] as rows of one block each, and one row of what is left."""
-    whole = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
-    if whole:
-        yield chunk[:whole].view(-1, BLOCK_BYTES)
-    if whole < len(chunk):
-        yield chunk[whole:].unsqueeze(0)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -187,14 +180,14 @@ def _contiguous_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
             yield octets(_materialize(part))
 
 
-def _reblock(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same bytes, cut at multiples of BLOCK_BYTES."""
+def _at_row_ends(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same bytes, cut at multiples of ROW_BYTES."""
     rest: Tensor | None = None
     for piece in pieces:
         data = piece if rest is None else torch.cat([rest, piece])
-        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        whole = len(data) // ROW_BYTES * ROW_BYTES
         if whole:
             yield data[:whole]
-        rest = data[whole:].clone()
-    if rest is not None and len(rest):
+        rest = data[whole:].clone() if whole < len(data) else None
+    if rest is not None:
         yield rest

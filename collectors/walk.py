@@ -133,14 +133,15 @@ class _Walker:
                 self._member(place.step(step), child)
 
     def globals(self) -> None:
+        packages = frozenset(self._packages)  # of what the roots hold, not of what globals import in turn
         for name in sorted(sys.modules):
             module = sys.modules[name]
-            if not issubclass(type(module), ModuleType) or name.partition(".")[0] not in self._packages:
+            if not issubclass(type(module), ModuleType) or name.partition(".")[0] not in packages:
                 continue
             place = _Place(GLOBAL, f"{GLOBAL}:{name}", 0)
             for variable, value in sorted(instance_dict(module).items()):
                 if not variable.startswith("__"):
-                    if issubclass(type(value), type) and package(value.__module__) in self._packages:
+                    if issubclass(type(value), type) and package(value.__module__) in packages:
                         self._enqueue(place.step(f".{variable}"), value)
                     self._member(place.step(f".{variable}"), value)
 

@@ -1,0 +1,68 @@
+"""Sums of rows: the arithmetic of the fingerprint, 16 integer dot products for every 4 KiB of bytes.
+
+A row is ROW_BYTES bytes, read as int8. Its sums are the exact products with the 16 columns of a fixed key
+matrix, int32: at most 4096 * 128 * 64 = 2^25, so nothing overflows, and a kernel of any launch shape, on any
+device, in any order of summation, gives the same bits.
+
+Why it is enough: for two different rows and keys drawn at random, one column agrees with probability at most
+1/128 (whatever the other 4095 keys, one difference times its key can fill the gap for one value at most),
+so all 16 agree with at most 2^-112. Keys are 7-bit, [-64, 63], because integer matrix products saturate 16-bit
+pairs of wider factors on processors without VNNI instructions, and would give other bits there.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collectors.byte_flags import Array, nan_rows
+
+ROW_BYTES = 4096
+SUMS = 16
+SUM_BYTES = 4 * SUMS  # of one row
+_ROWS_AT_ONCE = 256  # 1 MiB: stays in the L2 cache between the product and the search for NaN
+_ROWS_AT_ONCE_ON_DEVICE = 65536  # 256 MiB
+_MINIMUM_ON_DEVICE = 32  # cuBLASLt refuses integer products of 16 rows and fewer
+_SEED = 0x7265666974737461
+
+
+def splitmix64(seed: int, count: int) -> Array:
+    """uint64 [count]: the first outputs of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) from state `seed`."""
+    with np.errstate(over="ignore"):
+        z = np.uint64(seed) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+@lru_cache(maxsize=32)
+def keys(level: int, device: torch.device) -> Tensor:
+    """int8 [ROW_BYTES, SUMS] in [-64, 63], column by column in memory, which cuBLASLt reads seven times as fast:
+    the upper seven bits of successive bytes, little-endian, of the generator seeded with _SEED + level. Every
+    level has keys of its own, independent of what it hashes."""
+    octets = splitmix64(_SEED + level, ROW_BYTES * SUMS // 8).astype("<u8").view(np.uint8)
+    columns = (octets >> 1).astype(np.int8) - np.int8(64)
+    return torch.from_numpy(columns.reshape(SUMS, ROW_BYTES)).to(device).t()
+
+
+def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """int32 [n, SUMS] for uint8 rows [n, ROW_BYTES], and bool [n]: which rows hold a NaN of `dtype`."""
+    signed = rows.view(torch.int8)
+    key = keys(level, rows.device)
+    step = _ROWS_AT_ONCE if rows.is_cpu else _ROWS_AT_ONCE_ON_DEVICE
+    sums = torch.empty((len(rows), SUMS), dtype=torch.int32, device=rows.device)
+    nan = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    for start in range(0, len(rows), step):
+        part = slice(start, min(start + step, len(rows)))
+        sums[part] = _product(signed[part], key)
+        if dtype is not None:
+            nan[part] = nan_rows(rows[part], dtype)
+    return sums, nan
+
+
+def _product(rows: Tensor, key: Tensor) -> Tensor:
+    missing = _MINIMUM_ON_DEVICE - len(rows)
+    if rows.is_cpu or missing <= 0:
+        return torch._int_mm(rows, key)
+    return torch._int_mm(torch.nn.functional.pad(rows, (0, 0, 0, missing)), key)[: len(rows)]
