@@ -9,11 +9,12 @@ from orchestrator.failure import tail
 from orchestrator.judge import answers, lifecycle, timings
 from orchestrator.judge.answers import Outcome
 from orchestrator.judge.attempt import Arm, Attempt, check_files
+from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.diagnose import Cause
 from orchestrator.judge.findings import Ledger
 from orchestrator.judge.records import Problem, Reader
 from orchestrator.judge.sentences import rank_list
-from orchestrator.judge.tensor_rules import RULES, Coverage, TensorJudge
+from orchestrator.judge.tensor_rules import RULES, TensorJudge
 from orchestrator.judge.wording import tally_outcome
 
 Json = dict[str, Any]

@@ -120,11 +120,6 @@ def moved(first: Audit, later: Audit) -> tuple[int, list[Difference]]:
     return looked_at, found
 
 
-def wanted(part: Record) -> str | None:
-    """Fingerprint that the checkpoint demands of a part, None for padding and where none was recorded."""
-    return part["expected"] if part["source"] is not None else None
-
-
 def unchanged(before: Audit, after: Audit) -> tuple[Counter[str], list[tuple[str, str, Record]]]:
     """Weights and checkpoint slices that an update left as they were: (path, part name or "", record).
 

@@ -1,10 +1,11 @@
 """Turns one wrong tensor into the causes that its fingerprints show, most specific first."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from orchestrator.judge.compare import Difference, differing_slices, wanted
+from orchestrator.judge.compare import Difference, differing_slices
+from orchestrator.judge.parts import is_padding, is_wrong, wanted
 from orchestrator.judge.records import Audit, Record
 
 #: Bytes of a poisoned, never written storage.
@@ -14,7 +15,6 @@ _COMMON = 4
 _INDISTINCT_BYTES = 16
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _GATE_OR_UP = re.compile(r"\b(w1|w3|gate_proj|up_proj)\b")
-_WIDE_FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def explain(view: View, difference: Difference) -> list[Cause]:
     if status != "differs" or want is None:
         return [_structural(rank, difference, got, want)]
     parts = view.observed.parts_of(got)
-    wrong = [name for name, part in parts.items() if _wrong(part, got)]
+    wrong = [name for name, part in parts.items() if is_wrong(part, got)]
     if wrong:
         return explain_parts(view, path, wrong)
     if _other_side_is_wrong(view, got, want):
@@ -85,51 +85,9 @@ def explain_parts(view: View, path: str, names: Iterable[str]) -> list[Cause]:
     return [_part(view, path, name, parts[name], before.get(name)) for name in names]
 
 
-def wrong_parts(audit: Audit) -> Iterator[tuple[str, list[str], int, int]]:
-    """Per tensor: path, names of parts that are not what the checkpoint or their creation demand, how many
-    were looked at, and of how many neither was recorded."""
-    for path, parts in audit.parts.items():
-        tensor = audit.find(path) or {"dtype": ""}
-        wrong = [name for name, part in parts.items() if _wrong(part, tensor)]
-        unknown = sum(not _verifiable(part, tensor) for part in parts.values())
-        yield path, wrong, len(parts), unknown
-
-
-def is_padding(part: Record) -> bool:
-    return part["source"] is None
-
-
-def _padding_state(part: Record, tensor: Record) -> bool | None:
-    """Whether padding holds its creation value; None where the records cannot tell.
-
-    Of whole bytes (packed weights, exponents) the value is the byte, also where the live tensor is of wider
-    integers. Of a wider float only zero is one repeated byte.
-    """
-    value, const = part.get("padding_value"), part.get("const")
-    if value is None:
-        return None
-    if const is not None:
-        return bool(const == value)
-    return None if value and tensor["dtype"] in _WIDE_FLOATS else False
-
-
-def _verifiable(part: Record, tensor: Record) -> bool:
-    if part["fp"] is None:  # its tensor has no bytes, which coverage counts
-        return False
-    return part["expected"] is not None or (is_padding(part) and _padding_state(part, tensor) is not None)
-
-
-def _wrong(part: Record, tensor: Record) -> bool:
-    if part["fp"] is None:
-        return False
-    if part["expected"] is not None:
-        return bool(part["fp"] != part["expected"])
-    return is_padding(part) and _padding_state(part, tensor) is False
-
-
 def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:
     """Whether `got` is what it should be, so that the fault must lie in what it is compared with."""
-    if any(_wrong(part, want) for part in view.expected.parts_of(want).values()):
+    if any(is_wrong(part, want) for part in view.expected.parts_of(want).values()):
         return True
     true = view.truth.find(got["path"]) if view.truth and view.truth is not view.expected else None
     return true is not None and true["fp"] == got["fp"]

@@ -1,13 +1,10 @@
 """Gathers causes into findings: one per cause and module group, most specific first, consequences folded."""
 
-import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from orchestrator.judge.diagnose import Cause
+from orchestrator.judge.groups import SHOWN, Group, Member, module_group
 from orchestrator.judge.lifecycle import Violation
 from orchestrator.judge.sentences import sentence
 
@@ -32,51 +29,7 @@ _AFTERMATH = frozenset(ORDER) - {
 #: Symptoms: about tensors whose cause is known already they add nothing, in later observations either.
 _SYMPTOMS = {"replicas_differ", "differs", "not_changed"}
 _PADDING = {"stale_padding", "wrong_padding_value", "uninitialised"}
-_EXAMPLES = 3
-_SHOWN = 5
 _MAX_GROUPS = 4  # of one cause; above, they become one finding
-
-Member = tuple[int, str]  # rank, path
-
-
-@dataclass
-class Group:
-    """All causes of one kind in one module group of one observation."""
-
-    code: str
-    arm: str
-    observation: str
-    name: str
-    members: set[Member] = field(default_factory=set)
-    ranks: Counter[int] = field(default_factory=Counter)
-    slices: set[Member] = field(default_factory=set)  # members of which a checkpoint slice is concerned
-    parts: dict[str, None] = field(default_factory=dict)
-    examples: list[Cause] = field(default_factory=list)
-    checks: dict[str, None] = field(default_factory=dict)
-    violation: Violation | None = None
-    groups: int = 1
-    consequences: list["Group"] = field(default_factory=list)
-
-    def add(self, cause: Cause, check: str) -> None:
-        member = (cause.rank, cause.path)
-        if member not in self.members:
-            self.members.add(member)
-            self.ranks[cause.rank] += 1
-        if cause.part:
-            self.slices.add(member)
-            if len(self.parts) < _SHOWN:
-                self.parts[cause.part] = None
-        if len(self.examples) < _EXAMPLES and cause not in self.examples:
-            self.examples.append(cause)
-        self.checks[check] = None
-
-    def absorb(self, other: "Group") -> None:
-        """Becomes the same cause in one more module group."""
-        self.members |= other.members
-        self.ranks.update(other.ranks)
-        self.checks.update(other.checks)
-        self.consequences += other.consequences
-        self.groups += other.groups
 
 
 class Ledger:
@@ -158,7 +111,7 @@ class Ledger:
             "detail": sentence(group),
             "count": len(group.members),
             "ranks": sorted(group.ranks),
-            "paths": sorted({path.rstrip(":") for _, path in group.members})[:_SHOWN],
+            "paths": sorted({path.rstrip(":") for _, path in group.members})[:SHOWN],
             "parts": list(group.parts),
             "checks": list(group.checks),
             "consequences": _consequences(group),
@@ -242,21 +195,3 @@ def _consequences(group: Group) -> list[dict[str, Any]]:
         entry["count"] += len(folded.members)
         entry["ranks"] = sorted({*entry["ranks"], *folded.ranks})
     return list(found.values())
-
-
-_INDEX = re.compile(r"(?<=[.\[])\d+(?=[.\]]|$)")
-
-
-@lru_cache(maxsize=65536)
-def module_group(path: str) -> str:
-    """`target:model.layers.3.self_attn.o_norm.weight` -> `target:model.layers.*.self_attn`.
-
-    Numbers become `*`, and what follows the child of a numbered layer is dropped.
-    """
-    root, _, rest = path.rpartition(":")
-    names = _INDEX.sub("*", rest).split(".")
-    if "*" in names:
-        names = names[: names.index("*") + 2]
-    elif len(names) > 1:
-        names = names[:-1]
-    return f"{root}:{'.'.join(names)}" if root else ".".join(names)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from orchestrator.judge.diagnose import Cause
-    from orchestrator.judge.findings import Group
+    from orchestrator.judge.groups import Group
 
 
 def sentence(group: "Group") -> str:

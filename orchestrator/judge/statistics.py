@@ -63,12 +63,6 @@ def not_worse(low: float, high: float, margin: float) -> str:
     return "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
-def smallest_decisive_questions(discordant_rate: float, margin: float, confidence: float = 0.95) -> int:
-    """Questions at which two equal systems with that rate of discordant answers are told within `margin`."""
-    z = float(norm.ppf(0.5 + confidence / 2))
-    return math.ceil(max(discordant_rate, 0.001) * (z / margin) ** 2)
-
-
 def spread(values: Sequence[float]) -> tuple[float, float | None]:
     """Median, and half the range over the median (None for one value): the run-to-run noise that was seen."""
     median = statistics.median(values)

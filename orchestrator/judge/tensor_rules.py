@@ -1,18 +1,19 @@
 """Judges the checks that read tensors, one rank at a time, so that memory holds one rank's audits only."""
 
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 from orchestrator.judge.attempt import Arm, Attempt, Moment
-from orchestrator.judge.compare import ADDRESSED, compare, moved, unchanged
-from orchestrator.judge.diagnose import Cause, View, explain, explain_parts, wrong_parts
+from orchestrator.judge.compare import compare, moved, unchanged
+from orchestrator.judge.coverage import Coverage
+from orchestrator.judge.diagnose import Cause, View, explain, explain_parts
 from orchestrator.judge.findings import Ledger
+from orchestrator.judge.parts import wrong_parts
 from orchestrator.judge.places import Places
 from orchestrator.judge.records import Audit, Reader, collector_paused
+from orchestrator.judge.replicas import Prints, fingerprints, outvoted, replica_groups
 
 Check = Mapping[str, Any]
 RULES = ("equal", "all_changed", "stable_storage", "replicas", "checkpoint", "coverage")
@@ -32,37 +33,6 @@ class Tally:
         return self.differing.total()
 
 
-@dataclass
-class Coverage:
-    """Totals of one observation over all ranks and roots, bytes."""
-
-    expected: int = 0
-    audited: int = 0
-    vacuous: int = 0
-    unclassified: int = 0
-    unreachable: int = 0
-    silent_ranks: int = 0  # ranks without totals
-    missing: dict[str, int] = field(default_factory=dict)  # path of what is not covered -> a rank of which
-
-    @property
-    def fraction(self) -> float:
-        return self.audited / self.expected if self.expected else 0.0
-
-    def add(self, audit: Audit) -> None:
-        self.silent_ranks += not any(s["bytes_expected"] for s in audit.sources)
-        for source in audit.sources:
-            self.expected += source["bytes_expected"]
-            self.audited += source["bytes_audited"]
-            names = (f"{source['root']}:{name}" for name in source.get("missing", ()))
-            self.missing.update(dict.fromkeys(names, audit.rank))
-        self.unreachable += len(audit.unreachable)
-        for tensor in audit.tensors.values():
-            if not tensor["nbytes"]:
-                self.vacuous += tensor["class"] in ADDRESSED
-            elif tensor["class"] == "unclassified":
-                self.unclassified += 1
-
-
 class TensorJudge:
     """All tensor checks of one arm. After `run`: `tallies` by check name, `coverage` by observation."""
 
@@ -73,7 +43,7 @@ class TensorJudge:
         self.observations = attempt.with_collector("tensors")
         self.coverage = {name: Coverage() for name in self.observations}
         self._places: dict[str, Places] = {}
-        self._replicas: dict[str, list[dict[str, str]]] = {name: [] for name in self.observations}
+        self._replicas: dict[str, list[Prints]] = {name: [] for name in self.observations}
         self._audits: dict[str, Audit | None] = {}
         self._rank = 0
 
@@ -104,7 +74,7 @@ class TensorJudge:
                 self._checkpoint(tally)
             case "replicas":
                 for name, audit in self._named(tally):
-                    self._replicas[name].append(_fingerprints(audit))
+                    self._replicas[name].append(fingerprints(audit))
             case "coverage":
                 pass  # gathered for every observation
 
@@ -266,46 +236,10 @@ class TensorJudge:
         groups = list(replica_groups(self.attempt.cell["parallelism"], self.attempt.ranks))
         tally.counts["groups"] = len(groups)
         for name, by_rank in self._replicas.items():
-            if len(by_rank) == self.attempt.ranks:  # else the check has an error already
-                for ranks, experts in groups:
-                    self._compare_group(tally, name, ranks, experts, by_rank)
-
-    def _compare_group(
-        self, tally: Tally, name: str, ranks: Sequence[int], experts: bool, by_rank: list[dict[str, str]]
-    ) -> None:
-        maps = [{p: fp for p, fp in by_rank[r].items() if is_expert(p) == experts} for r in ranks]
-        tally.counts["compared"] += len(maps[0])
-        if all(other == maps[0] for other in maps[1:]):
-            return
-        for path in dict.fromkeys(p for m in maps for p in m):
-            values = [m.get(path) for m in maps]
-            majority, _ = Counter(values).most_common(1)[0]
-            for rank, value in zip(ranks, values, strict=True):
-                if value != majority:
-                    tally.differing[rank] += 1
-                    cause = Cause("replicas_differ", rank, path, now=value, expected=majority)
-                    self._add(tally, name, [cause])
-
-
-def replica_groups(parallelism: Mapping[str, Any], ranks: int) -> Iterator[tuple[list[int], bool]]:
-    """(ranks that hold the same shard, whether of the routed experts): equal tensor-parallel index for
-    everything else, equal expert-parallel index for experts (which are sharded like the rest without it)."""
-    expert_shards = parallelism["ep"] if parallelism["ep"] > 1 else parallelism["tp"]
-    for size, experts in ((parallelism["tp"], False), (expert_shards, True)):
-        for first in range(size):
-            group = list(range(first, ranks, size))
-            if len(group) > 1:
-                yield group, experts
-
-
-def _fingerprints(audit: Audit) -> dict[str, str]:
-    return {path: t["fp"] for path, t in audit.tensors.items() if t["class"] in ADDRESSED and t["nbytes"]}
-
-
-@lru_cache(maxsize=1 << 17)
-def is_expert(path: str) -> bool:
-    """Whether a tensor belongs to routed experts, which differ between expert-parallel ranks."""
-    return _EXPERTS.search(path) is not None
-
-
-_EXPERTS = re.compile(r"(?<![A-Za-z_])experts?(?![A-Za-z])")
+            if len(by_rank) < self.attempt.ranks:
+                continue  # the check has an error already, or names another observation
+            for ranks, experts in groups:
+                compared, causes = outvoted(ranks, experts, by_rank)
+                tally.counts["compared"] += compared
+                tally.differing.update(cause.rank for cause in causes)
+                self._add(tally, name, causes)

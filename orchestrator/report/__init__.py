@@ -1,0 +1,1 @@
+"""A verdict for people: on a terminal, in a pull request, in a browser."""
