@@ -127,7 +127,8 @@ def _submit(made: Plan, argv: list[str]) -> int:
     store, out = Store.open(made.store), console()
     folder = experiment.start(store, made, argv)
     count = len(experiment.submit_all(store, made.cells, made.rerun, out))
-    out.print(f"{folder.name}: {count} jobs; `python -m orchestrator status {folder.name}` shows them.")
+    out.print(f"{folder.name}: jobs {count}, cells {len(made.cells)}")
+    out.print(f"python -m orchestrator status {folder.name} store={made.store}", soft_wrap=True)
     return 0
 
 

@@ -48,7 +48,7 @@ def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
     missing = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
     local = [one for one in missing if one.cell["cluster"]["kind"] == "local"]
     _refuse_busy(store, local)
-    out.print(f"{escape(folder.name)}: {len(plan.cells)} cells, {len(missing)} to run")
+    out.print(f"{escape(folder.name)}: cells {len(plan.cells)}, to run {len(missing)}")
     chosen = {
         one.id: Path(store.cell_dir(one.id), str(r["attempt"])) for one, r in _finished(store, plan, missing)
     }
@@ -56,7 +56,7 @@ def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
     watches = submit_all(store, on_slurm, plan.rerun, out)
     chosen |= {watch.attempt.parent.name: watch.attempt for watch in watches}
     for number, one in enumerate(local, 1):
-        out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}")
+        out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}", soft_wrap=True)
         chosen[one.id] = run_here(store, one)
     poll = min((one.cell["cluster"]["poll_s"] for one in on_slurm), default=0.0)
     submit.wait(watches, poll, out.print)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 TIMEOUT_S = 30  # of one call; a controller that fails over answers later or not at all
+PLAN_TIMEOUT_S = 5  # of the one call that a plan makes
 
 # Failure types of result.json by state. States that are in neither set are not done yet, whatever they mean.
 ENDED = {
@@ -101,9 +102,11 @@ def job_state(job: str) -> JobState:
 
 
 def job_end(job: str) -> float | None:
-    """Unix time at which Slurm will end a running job; None when it has no limit. Raises SlurmError."""
-    text = _ask("env", "SLURM_TIME_FORMAT=%s", "squeue", "--noheader", f"--jobs={job}", "--format=%e").strip()
-    return float(text) if text.isdigit() else None
+    """Unix time at which Slurm will end a running job; None when it has no limit, or is being ended already, which
+    Slurm shows as an end right now. Raises SlurmError."""
+    shown = _ask("env", "SLURM_TIME_FORMAT=%s", "squeue", "--noheader", f"--jobs={job}", "--format=%T|%e")
+    state, _, end = shown.strip().partition("|")
+    return float(end) if state == "RUNNING" and end.isdigit() else None
 
 
 @cache
@@ -113,7 +116,7 @@ def partition_limit(partition: str | None) -> int | None:
         return None
     which = ("-p", partition) if partition is not None else ()
     try:
-        lines = _ask("sinfo", "--noheader", *which, "--format=%P|%l").splitlines()
+        lines = _ask("sinfo", "--noheader", *which, "--format=%P|%l", timeout_s=PLAN_TIMEOUT_S).splitlines()
     except SlurmError:
         return None
     rows = [line.split("|") for line in lines if "|" in line]
@@ -130,13 +133,13 @@ def _limit_seconds(text: str) -> int | None:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-def _ask(*command: str) -> str:
+def _ask(*command: str, timeout_s: int = TIMEOUT_S) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except FileNotFoundError as error:
         raise SlurmError(f"{command[0]} is not on the PATH: this machine is no Slurm client.") from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} did not answer within {TIMEOUT_S} s.") from error
+        raise SlurmError(f"{command[0]} did not answer within {timeout_s} s.") from error
     if done.returncode != 0:
         raise SlurmError(f"{command[0]} failed: {done.stderr.strip() or done.returncode}")
     return done.stdout

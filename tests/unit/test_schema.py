@@ -231,7 +231,9 @@ def test_shipped_options_are_valid_together(shared: Composer) -> None:
     k3 = ["model=kimi_k3", "parallelism=tp4_dp4_ep16"]
     for load_path in options["load_path"]:
         assert found(shared, f"load_path={load_path}", "cluster.memory_gb=2") == []
-        assert found(shared, f"load_path={load_path}", "cluster=slurm") == []
+        assert (
+            found(shared, f"load_path={load_path}", "cluster=slurm", "cluster.partition_limit=02:00:00") == []
+        )
         assert found(shared, f"load_path={load_path}", "cluster=gb200", *k3) == []
     for collect in options["collect"]:
         assert found(shared, f"collect={collect}", "cluster.memory_gb=2") == []

@@ -327,3 +327,14 @@ def test_a_hanging_command_is_a_sentence(cluster: Cluster, monkeypatch: pytest.M
     monkeypatch.setattr(subprocess, "run", hang)
     with pytest.raises(slurm.SlurmError, match="squeue did not answer within 30 s"):
         slurm.queue()
+
+
+@pytest.mark.parametrize(
+    ("said", "end"),
+    [("RUNNING|1796002774", 1796002774.0), ("COMPLETING|1796002774", None), ("RUNNING|NONE", None)],
+)
+def test_a_job_that_is_being_ended_is_not_at_its_limit(
+    monkeypatch: pytest.MonkeyPatch, said: str, end: float | None
+) -> None:
+    monkeypatch.setattr(slurm, "_ask", lambda *_: f"{said}\n")
+    assert slurm.job_end("1") == end
