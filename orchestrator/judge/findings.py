@@ -64,11 +64,11 @@ class Ledger:
         for group in sorted(self._groups.values(), key=self._sort_key):
             parent = self._cause_of(group, kept)
             if id(group) in unreached:
-                unreached[id(group)].consequences.append(group)
+                unreached[id(group)].fold(group)
             elif parent is None:
                 kept.append(group)
             else:
-                parent.consequences.append(group)
+                parent.fold(group)
         return [self._finding(group) for group in _merged(kept)]
 
     def _sort_key(self, group: Group) -> tuple[Any, ...]:
@@ -89,9 +89,12 @@ class Ledger:
             if other.violation is not None:
                 if _explains(other, group):
                     return other
+            elif _derives_from(other, group):
+                return other
             elif _same_matter(other, group):
-                common = len(group.members & other.members)
-                seen |= other.members
+                known = group.members & (other.members | other.explained)
+                common = len(known)
+                seen |= known
                 if common > overlap:
                     nearest, overlap = other, common
         return nearest if group.members <= seen else None
@@ -145,6 +148,20 @@ def _same_matter(other: Group, group: Group) -> bool:
     if "moved" in (group.code, other.code):  # addresses explain no bytes, and bytes no addresses
         return group.code == other.code
     return other.code == group.code or other.observation == group.observation or group.code in _SYMPTOMS
+
+
+def _derives_from(other: Group, group: Group) -> bool:
+    """Whether tensors without checkpoint slices differ for no reason of their own where, in the same modules and
+    ranks, weights are wrong: what is built from wrong weights is wrong."""
+    same_place = (other.name, other.observation) == (group.name, group.observation)
+    return (
+        group.code == "differs" and same_place and not group.slices and group.ranks.keys() <= _weighty(other)
+    )
+
+
+def _weighty(group: Group) -> set[int]:
+    """Ranks on which a group concerns checkpoint slices."""
+    return {rank for rank, _ in group.slices}
 
 
 def _explains(other: Group, group: Group) -> bool:

@@ -31,6 +31,12 @@ class Group:
     violation: Violation | None = None
     groups: int = 1
     consequences: list["Group"] = field(default_factory=list)
+    explained: set[Member] = field(default_factory=set)  # members of the consequences
+
+    def fold(self, other: "Group") -> None:
+        """Takes in a group that follows from this one."""
+        self.consequences.append(other)
+        self.explained |= other.members
 
     def add(self, cause: Cause, check: str) -> None:
         member = (cause.rank, cause.path)

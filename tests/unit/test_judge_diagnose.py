@@ -156,15 +156,6 @@ def test_right_parts_in_the_wrong_order(tmp_path: Path) -> None:
     assert "right bytes in the wrong order" in finding["detail"]
 
 
-def test_same_bag_of_bytes_is_wrong_layout(tmp_path: Path) -> None:
-    world = World()
-    for audit in world.candidate.each("updated"):
-        audit.tensors[fx.W_UV] |= {"fp": fx.fp("transposed"), "bag": "ba9"}
-    for audit in world.fresh["new"].each("fresh"):
-        audit.tensors[fx.W_UV]["bag"] = "ba9"
-    primary(world, tmp_path, "wrong_layout")
-
-
 @pytest.mark.parametrize(
     "damage",
     [
@@ -236,6 +227,19 @@ def test_checkpoint_mismatch_is_what_remains(tmp_path: Path) -> None:
         audit.refresh(fx.NORM)
     finding = primary(world, tmp_path, "checkpoint_mismatch")
     assert set(finding["checks"]) == {"updated_equals_fresh", "updated_is_checkpoint"}
+
+
+def test_what_is_built_from_wrong_weights_is_a_consequence(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        audit.part(fx.O_PROJ, "weight")["fp"] = fx.fp("noise")
+        audit.refresh(fx.O_PROJ)
+        audit.tensors[fx.W_UV]["fp"] = fx.fp("from noise")
+    result = world.judge(tmp_path / "same")
+    assert codes(result) == ["checkpoint_mismatch"]
+    for audit in world.candidate.each("updated"):
+        audit.tensors[fx.ROPE]["fp"] = fx.fp("elsewhere, for another reason")
+    assert codes(world.judge(tmp_path / "other")) == ["checkpoint_mismatch", "differs"]
 
 
 @pytest.mark.parametrize(
