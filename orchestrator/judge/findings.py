@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orchestrator.judge.diagnose import Cause
-from orchestrator.judge.groups import SHOWN, Group, Member, module_group
+from orchestrator.judge.groups import SHOWN, UNREACHABLE, Group, Member, module_group
 from orchestrator.judge.lifecycle import Violation
 from orchestrator.judge.sentences import sentence
 
@@ -74,7 +74,7 @@ class Ledger:
     def _sort_key(self, group: Group) -> tuple[Any, ...]:
         return (
             group.arm != "candidate", _RANK_OF[group.code], group.violation is None,
-            self._order.get(group.observation, 0), -len(group.members), group.name,
+            self._order.get(group.observation, 0), not group.name.startswith("target"), -len(group.members), group.name,
         )  # fmt: skip
 
     def _cause_of(self, group: Group, kept: Sequence[Group]) -> Group | None:
@@ -89,7 +89,7 @@ class Ledger:
             if other.violation is not None:
                 if _explains(other, group):
                     return other
-            elif _derives_from(other, group):
+            elif _derives_from(other, group) or _left_by_move(other, group):
                 return other
             elif _same_matter(other, group):
                 known = group.members & (other.members | other.explained)
@@ -157,6 +157,12 @@ def _derives_from(other: Group, group: Group) -> bool:
     return (
         group.code == "differs" and same_place and not group.slices and group.ranks.keys() <= _weighty(other)
     )
+
+
+def _left_by_move(other: Group, group: Group) -> bool:
+    """Whether storages out of reach are those that moved tensors left, and that a graph still reads."""
+    is_out_of_reach = group.code == "unclassified" and group.name.startswith(f"{UNREACHABLE}:")
+    return is_out_of_reach and other.code == "moved" and group.ranks.keys() <= other.ranks.keys()
 
 
 def _weighty(group: Group) -> set[int]:

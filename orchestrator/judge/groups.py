@@ -8,6 +8,7 @@ from functools import lru_cache
 from orchestrator.judge.diagnose import Cause
 from orchestrator.judge.lifecycle import Violation
 
+UNREACHABLE = "unreachable"  # root of the paths of storages that a forward read and no walk reaches
 SHOWN = 5  # names kept of a group
 _EXAMPLES = 3
 

@@ -76,6 +76,18 @@ def _stale(group: "Group") -> str:
     )
 
 
+def _unclassified(group: "Group") -> str:
+    if group.name.startswith("unreachable:"):
+        return (
+            f"A forward pass read memory that no walk of the modules reaches ({rank_list(group.ranks)}): a captured "
+            "graph, a closure or a kernel object holds it, and what is in it is not audited."
+        )
+    which = _verb(
+        group, "has no class, so nobody knows whether its", "have no class, so nobody knows whether their"
+    )
+    return f"{_who(group)} {which} bytes matter: add a rule that says what kind of state this is."
+
+
 def _replicas(group: "Group") -> str:
     return (
         f"{_who(group)}: data-parallel replicas disagree. Ranks that hold the same shard must hold the same bytes, "
@@ -114,9 +126,7 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
         f"{_who(g)} {_verb(g, 'is', 'are')} there, and {_verb(g, 'is', 'are')} not in the state compared with."
     ),
     "vacuous": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} no bytes that could be compared.",
-    "unclassified": lambda g: (
-        f"{_who(g)} {_verb(g, 'has', 'have')} no class, so nobody knows whether its bytes matter: add a rule."
-    ),
+    "unclassified": _unclassified,
     "replicas_differ": _replicas,
     "checkpoint_mismatch": lambda g: (
         f"{_who(g)} {_verb(g, 'is', 'are')} not what the checkpoint holds, and {_verb(g, 'matches', 'match')} no "

@@ -10,6 +10,7 @@ from orchestrator.judge.compare import compare, moved, unchanged
 from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.diagnose import Cause, View, explain, explain_parts
 from orchestrator.judge.findings import Ledger
+from orchestrator.judge.groups import UNREACHABLE
 from orchestrator.judge.parts import wrong_parts
 from orchestrator.judge.places import Places
 from orchestrator.judge.records import Audit, Reader, collector_paused
@@ -85,10 +86,8 @@ class TensorJudge:
             if tensor["class"] == "unclassified" and tensor["nbytes"]:
                 self._find(name, Cause("unclassified", audit.rank, path, note=tensor.get("reason", "")))
         for storage in audit.unreachable:
-            path = f"unreachable: {storage.get('dtype')} {storage.get('shape')} read by {storage.get('op')}"
-            self._find(
-                name, Cause("unclassified", audit.rank, path, note="no walk of the modules reaches it")
-            )
+            path = f"{UNREACHABLE}:storage.{storage.get('dtype')} {storage.get('shape')}"
+            self._find(name, Cause("unclassified", audit.rank, path, note=f"read by {storage.get('op')}"))
 
     def _explain_shortfall(self) -> None:
         for name, coverage in self.coverage.items():

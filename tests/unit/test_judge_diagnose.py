@@ -190,6 +190,33 @@ def test_moved_storage_with_right_values(tmp_path: Path) -> None:
     assert [c["observation"] for c in finding["consequences"]] == ["repeated", "back"]
 
 
+def test_storage_that_a_graph_still_reads_follows_from_the_move(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated", "repeated", "back"):
+        audit.tensors[fx.W_UV]["storage"] += 512
+        storage = {
+            "kind": "unreachable",
+            "storage": 7,
+            "nbytes": 64,
+            "dtype": "bfloat16",
+            "shape": [2],
+            "op": "mm",
+        }
+        audit.unreachable.append(storage)
+    finding = primary(world, tmp_path, "moved")
+    assert ("unclassified", "updated") in [(c["code"], c["observation"]) for c in finding["consequences"]]
+
+
+def test_storage_out_of_reach_alone_is_a_finding(tmp_path: Path) -> None:
+    world = World()
+    world.candidate.audits["back"][1].unreachable.append(
+        {"kind": "unreachable", "storage": 7, "nbytes": 64, "dtype": "bfloat16", "shape": [2], "op": "mm"}
+    )
+    finding = primary(world, tmp_path, "unclassified")
+    assert "read memory that no walk of the modules reaches (rank 1)" in finding["detail"]
+    assert "read by mm" in finding["detail"]
+
+
 def test_moved_is_not_asked_of_runtime_state(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated"):
