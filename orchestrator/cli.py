@@ -12,7 +12,7 @@ from orchestrator.provenance import ProvenanceError
 from orchestrator.show import console, show_plan
 from orchestrator.slurm import SlurmError
 from orchestrator.store import Store, StoreError
-from orchestrator.submit import SubmitError
+from orchestrator.submit import SubmitError, submit_all
 
 USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
 # Answered by Hydra itself, without planning anything.
@@ -126,7 +126,7 @@ def _submit(made: Plan, argv: list[str]) -> int:
         )
     store, out = Store.open(made.store), console()
     folder = experiment.start(store, made, argv)
-    count = len(experiment.submit_all(store, made.cells, made.rerun, out))
+    count = len(submit_all(store, experiment.slurm_cells(made.cells), out.print, made.rerun))
     out.print(f"{folder.name}: jobs {count}, cells {len(made.cells)}")
     out.print(f"python -m orchestrator status {folder.name} store={made.store}", soft_wrap=True)
     return 0

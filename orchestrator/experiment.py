@@ -52,14 +52,10 @@ def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
     chosen = {
         one.id: Path(store.cell_dir(one.id), str(r["attempt"])) for one, r in _finished(store, plan, missing)
     }
-    on_slurm = [one for one in missing if one.cell["cluster"]["kind"] == "slurm"]
-    watches = submit_all(store, on_slurm, plan.rerun, out)
-    chosen |= {watch.attempt.parent.name: watch.attempt for watch in watches}
+    chosen |= submit.run_jobs(store, slurm_cells(missing), out.print, plan.rerun)
     for number, one in enumerate(local, 1):
         out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}", soft_wrap=True)
         chosen[one.id] = run_here(store, one)
-    poll = min((one.cell["cluster"]["poll_s"] for one in on_slurm), default=0.0)
-    submit.wait(watches, poll, out.print)
     return conclude(store, folder, chosen, out)
 
 
@@ -80,15 +76,8 @@ def _labels(one: Planned) -> str:
     return " ".join(f"{key}={value}" for key, value in one.cell["labels"].items())
 
 
-def submit_all(store: Store, cells: Sequence[Planned], rerun: bool, out: Console) -> list[submit.Watch]:
-    """Submits or finds again one job a cell. Raises as `submit.submit`."""
-    watches = []
-    for one in cells:
-        attempt = submit.submit(store, one.cell, one.id, rerun)
-        if attempt is not None:
-            watches.append(submit.Watch(store, one.cell, attempt))
-            out.print(f"{one.id[:12]} {attempt.name}: job {watches[-1].job}")
-    return watches
+def slurm_cells(cells: Sequence[Planned]) -> dict[str, Cell]:
+    return {one.id: one.cell for one in cells if one.cell["cluster"]["kind"] == "slurm"}
 
 
 def run_here(store: Store, one: Planned) -> Path:

@@ -174,6 +174,8 @@ def _policy(root: Root) -> Problems:
         yield f"policy.coverage is {root.policy.coverage}; it is a fraction, above 0 and at most 1."
     if root.policy.step_timeout_s < 1:
         yield f"policy.step_timeout_s is {root.policy.step_timeout_s}; it must be at least 1 second."
+    if root.policy.retries < 0:
+        yield f"policy.retries is {root.policy.retries}; it must be at least 0."
 
 
 RULES: tuple[Callable[[Root], Problems], ...] = (_steps, _checks, _checkpoints, _collect, _policy)

@@ -94,6 +94,7 @@ class Collect:
 class Policy:
     coverage: float = 0.999
     step_timeout_s: int = 1800
+    retries: int = 1  # fresh jobs after a failure of the cluster
 
 
 @dataclass

@@ -1,7 +1,9 @@
 """Brings attempts onto a Slurm cluster, at most one live job per cell, and waits for their results."""
 
+import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ from orchestrator.store import RESULT, Store, read_json, write_json
 from orchestrator.text import seconds
 
 JOB = "job.json"
+# Failures that say nothing about the code under test, and may not come back on other nodes.
+INFRASTRUCTURE = {"node_lost", "node_failed", "connection_lost", "launch_failed", "preempted", "lost"}
+SINGLE_NODE = re.compile(r"[A-Za-z][\w.-]*")
 Report = Callable[[str], None]
 
 
@@ -85,7 +90,7 @@ class Watch:
     def __init__(
         self, store: Store, cell: Cell, attempt: Path, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._cell, self.attempt, self._clock = store, cell, attempt, clock
+        self._store, self.cell, self.attempt, self._clock = store, cell, attempt, clock
         self.job = str(read_json(attempt / JOB)["job"])
         self._last_seen = clock()
         self.state = "SUBMITTED"
@@ -96,7 +101,7 @@ class Watch:
         result = self._store.result(self.attempt)
         if result is not None:
             return result
-        cluster = self._cell["cluster"]
+        cluster = self.cell["cluster"]
         grace = cluster["lost_after_s"]  # the result may still be on its way through the file system
         try:
             job = slurm.job_state(self.job)
@@ -120,22 +125,61 @@ class Watch:
         )
         node = job.nodes or None if job is not None else None
         failure = Failure(kind, message, node=node, log_tail=_output_tail(self.attempt))
-        result = unjudged(self._cell, self.attempt.parent.name, self.attempt.name, "ERROR", failure)
+        result = unjudged(self.cell, self.attempt.parent.name, self.attempt.name, "ERROR", failure)
         write_json(self.attempt / RESULT, result)
         return result
 
 
-def wait(watches: list[Watch], poll_s: float, report: Report) -> None:
-    """Returns when every attempt has a result; reports each change of a job's state."""
-    states: dict[Path, str] = {}
+def submit_all(store: Store, cells: Mapping[str, Cell], report: Report, rerun: bool = False) -> list[Watch]:
+    """One job for each cell (by id) that is not finished, submitted now or found again. Raises as `submit`."""
+    watches = []
+    for name, cell in cells.items():
+        attempt = submit(store, cell, name, rerun)
+        if attempt is not None:
+            watches.append(Watch(store, cell, attempt))
+            report(f"{name[:12]} {attempt.name}: job {watches[-1].job}")
+    return watches
+
+
+def run_jobs(store: Store, cells: Mapping[str, Cell], report: Report, rerun: bool = False) -> dict[str, Path]:
+    """Submits, waits, and tries cells again whose infrastructure failed; the attempts that count, by cell."""
+    counted: dict[str, Path] = {}
+    tries: Counter[str] = Counter()
+    watches = submit_all(store, cells, report, rerun)
     while watches:
-        watches = [watch for watch in watches if watch.look() is None]
+        wait(watches, report)
+        counted |= {watch.attempt.parent.name: watch.attempt for watch in watches}
+        again = {}
         for watch in watches:
+            name, result = watch.attempt.parent.name, store.result(watch.attempt)
+            retry = _retry(watch.cell, result["error"] if result is not None else None)
+            if retry is not None and tries[name] < watch.cell["policy"]["retries"]:
+                again[name] = retry
+        tries.update(again.keys())
+        watches = submit_all(store, again, report, rerun=True)
+    return counted
+
+
+def _retry(cell: Cell, error: Mapping[str, Any] | None) -> Cell | None:
+    """The cell for a fresh job that avoids the node that failed; None when the failure was not the cluster's."""
+    if error is None or error["type"] not in INFRASTRUCTURE:
+        return None
+    bad = error["node"] if isinstance(error["node"], str) and SINGLE_NODE.fullmatch(error["node"]) else None
+    exclude = ",".join(filter(None, (cell["cluster"]["exclude"], bad))) or None
+    return {**cell, "cluster": {**cell["cluster"], "exclude": exclude}}
+
+
+def wait(watches: Sequence[Watch], report: Report) -> None:
+    """Returns when every attempt has a result; reports each change of a job's state."""
+    waiting, states = list(watches), dict[Path, str]()
+    while waiting:
+        waiting = [watch for watch in waiting if watch.look() is None]
+        for watch in waiting:
             if states.get(watch.attempt) != watch.state:
                 states[watch.attempt] = watch.state
                 report(f"{watch.attempt.parent.name[:12]} {watch.attempt.name}: {watch.state}")
-        if watches:
-            time.sleep(poll_s)
+        if waiting:
+            time.sleep(min(watch.cell["cluster"]["poll_s"] for watch in waiting))
 
 
 def _output_tail(attempt: Path) -> str:

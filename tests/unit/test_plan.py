@@ -114,6 +114,7 @@ ONLY_EXECUTION = [
     ("code", "candidate", "path", "/elsewhere"),
     ("code", "candidate", "commit", "f" * 40),
     ("policy", "step_timeout_s", 1),
+    ("policy", "retries", 5),
     ("cluster", "kind", "slurm"),
     ("cluster", "partition", "other"),
     ("cluster", "time", "01:00:00"),

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from orchestrator import slurm
+from orchestrator.failure import Failure
 from orchestrator.planning import Planned, plan
+from orchestrator.result import unjudged
 from orchestrator.sbatch import script
 from orchestrator.store import Store, StoreError, read_json, write_json
-from orchestrator.submit import SubmitError, Watch, live_attempt, submit, wait
+from orchestrator.submit import SubmitError, Watch, live_attempt, run_jobs, submit, wait
 
 FAKE = """#!{python}
 import json, os, pathlib, sys
@@ -295,7 +297,8 @@ def test_waiting_reports_changes_and_ends(watch: Watch, cluster: Cluster) -> Non
             finish(watch.attempt)
         cluster.change("100", state="RUNNING")
 
-    wait([watch], 0.01, report)
+    watch.cell = {**watch.cell, "cluster": {**watch.cell["cluster"], "poll_s": 0.01}}
+    wait([watch], report)
     assert [text.rpartition(" ")[2] for text in said] == ["PENDING", "RUNNING"]
 
 
@@ -338,3 +341,58 @@ def test_a_job_that_is_being_ended_is_not_at_its_limit(
 ) -> None:
     monkeypatch.setattr(slurm, "_ask", lambda *_: f"{said}\n")
     assert slurm.job_end("1") == end
+
+
+def run_failing(
+    cluster: Cluster, store: Store, planned: Planned, kinds: list[tuple[str, str | None]], retries: int = 1
+) -> tuple[dict[str, Path], list[str]]:
+    """Runs a cell whose jobs fail with the (type, node) of `kinds`, one after the other, and then pass."""
+    cell = {**planned.cell, "policy": {**planned.cell["policy"], "retries": retries}}
+    scripts: list[str] = []
+
+    def report(text: str) -> None:
+        if ": job " not in text:
+            return
+        attempt = store.attempts(planned.id)[-1]
+        scripts.append(cluster.jobs[text.rpartition(" ")[2]]["text"])
+        if kinds:
+            kind, node = kinds.pop(0)
+            failure = Failure(kind, "It broke.", node=node)
+            write_json(attempt / "result.json", unjudged(cell, planned.id, attempt.name, "ERROR", failure))
+        else:
+            finish(attempt)
+
+    return run_jobs(store, {planned.id: cell}, report), scripts
+
+
+def test_a_failure_of_the_cluster_is_retried_without_the_bad_node(
+    cluster: Cluster, store: Store, planned: Planned
+) -> None:
+    counted, scripts = run_failing(cluster, store, planned, [("node_lost", "gb200-3")])
+    assert counted[planned.id].name == "attempt-002"
+    assert "--exclude" not in scripts[0]
+    assert "#SBATCH --exclude=gb200-3" in scripts[1].splitlines()
+    assert read_json(store.cell_dir(planned.id) / "cell.json")["cluster"]["exclude"] == "gb200-3"
+
+
+@pytest.mark.parametrize(
+    "kind", ["rank_failed", "out_of_memory", "hang", "time_limit", "stopped", "disk_full"]
+)
+def test_a_failure_of_the_program_is_not_retried(
+    cluster: Cluster, store: Store, planned: Planned, kind: str
+) -> None:
+    counted, scripts = run_failing(cluster, store, planned, [(kind, "gb200-3")])
+    assert counted[planned.id].name == "attempt-001"
+    assert len(scripts) == 1
+
+
+def test_retries_end(cluster: Cluster, store: Store, planned: Planned) -> None:
+    failures: list[tuple[str, str | None]] = [
+        ("lost", "gb200-[0-3]"),
+        ("preempted", None),
+        ("node_failed", "gb200-1"),
+    ]
+    counted, scripts = run_failing(cluster, store, planned, failures, retries=2)
+    assert counted[planned.id].name == "attempt-003"
+    assert len(scripts) == 3
+    assert not any("--exclude" in text for text in scripts), "nobody said which of the four nodes it was"
