@@ -115,6 +115,8 @@ def test_linear_does_not_depend_on_sharding_batch_or_blocks(monkeypatch: pytest.
     assert torch.equal(round_to_bf16(parts[0] + parts[1] + parts[2] + parts[3]), whole)
     assert torch.equal(torch.cat([linear(x, part) for part in weight.chunk(3)], dim=1), whole)
     assert torch.equal(torch.cat([linear(row, weight) for row in x.chunk(64)]), whole)
+    monkeypatch.setattr(linear_module, "_TOKENS", 5)
+    assert torch.equal(linear(x, weight), whole)
     monkeypatch.setattr(linear_module, "_WEIGHT_BYTES", 7 * 8 * 512)  # blocks of 7 rows, the last one of 5
     assert torch.equal(linear(x, weight), whole)
     halves = [a.float() @ b.float().t() for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]

@@ -6,6 +6,9 @@ import pytest
 import torch
 from forked_ranks import RanksRunner
 
+from workloads.kernels import moe_dispatch
+from workloads.kernels.moe_dispatch import combine, dispatch
+from workloads.kernels.quantization import dequantize_fp8_rows, quantize_fp8_rows
 from workloads.models.parallel import (
     ALONE,
     Group,
@@ -110,3 +113,27 @@ def test_selection_keeps_the_sign_of_zero(run_ranks: RanksRunner) -> None:
         assert result["gathered"].signbit().flatten().tolist() == [True, False, False, True]
     assert [r["scattered"].flatten().tolist() for r in results[:2]] == [[0.0, 5.0], [5.0, 0.0]]
     assert results[1]["scattered"].signbit().flatten().tolist() == [False, True]
+
+
+def _dispatched(rank: int, first_rows: int) -> list[Any]:
+    """What the experts of `rank` receive, and what comes back to its tokens."""
+    moe_dispatch.FIRST_ROWS = first_rows
+    group = make_groups(Parallelism(tp=1, dp=3, ep=3), rank).ep
+    tokens = (40, 0, 60)[rank]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(tokens, 32, generator=generator).to(torch.bfloat16)
+    topk_idx = torch.randint(-1, 6, (tokens, 4), generator=generator)
+    topk_weights = torch.rand(tokens, 4, generator=generator)
+    rows = dispatch(*quantize_fp8_rows(x), topk_idx, topk_weights, 6, group.handle)
+    outputs = (dequantize_fp8_rows(rows.x, rows.x_scale) * rows.topk_weight.unsqueeze(1)).to(torch.bfloat16)
+    received = [rows.x.view(torch.uint8), rows.x_scale, rows.topk_weight, torch.tensor(rows.counts)]
+    return [*received, combine(outputs, rows.routes)]
+
+
+def test_rows_arrive_alike_with_the_counts_and_after_them(run_ranks: RanksRunner) -> None:
+    few, some, all_of_them = (run_ranks(3, lambda rank, n=n: _dispatched(rank, n)) for n in (8, 16, 128))
+    assert min(len(rows[0]) for rows in few) > 3 * 16
+    for one, two, three in zip(few, some, all_of_them, strict=True):
+        for a, b, c in zip(one, two, three, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(b, c)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-FIRST_ROWS = 8  # for each rank, sent with the counts
+FIRST_ROWS = 8  # for each rank, sent with the counts; a multiple of 8 keeps the headers aligned
 _HEADER = 16  # bytes before them: rows for this rank, most rows for any rank
 
 
