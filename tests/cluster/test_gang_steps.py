@@ -93,7 +93,7 @@ def test_raised_error_on_one_node_is_not_lost_among_those_of_the_others(
 
 
 def test_hang_is_stopped_and_names_the_rank(submit: Submit, tmp_path: Path) -> None:
-    job = drive(submit, tmp_path, "hang:6", timeout_s=15)
+    job = drive(submit, tmp_path, "hang:6", timeout_s=30)
     assert job.wait(120) == "COMPLETED", job.text()
     error = outcome(tmp_path)["error"]
     assert (error["type"], error["rank"], error["node"]) == ("hang", 6, "gb200-1")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_two_gangs_of_one_set_run_in_order_and_record_their_steps(tmp_path: Path
     assert not left_of(tmp_path)
 
 
-def test_sixteen_ranks_start_within_seconds_and_share_their_memory(tmp_path: Path) -> None:
+def test_sixteen_ranks_take_seconds_to_start_and_share_their_memory(tmp_path: Path) -> None:
     peak = 0
 
     def observe(record: object) -> None:
@@ -109,11 +110,12 @@ def test_sixteen_ranks_start_within_seconds_and_share_their_memory(tmp_path: Pat
         if isinstance(record, dict) and record.get("state") == "start" and record["index"] == 1:
             peak = max(peak, sum(map(shared_bytes, left_of(tmp_path))))
 
-    started = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     run(toy_set(tmp_path, toy_spec(tmp_path, "late:3", 16)), None, 60, observe)
-    assert (
-        time.monotonic() - started < 20
-    )  # 3 s alone on 2 cores; importing torch in every rank takes over 25 s
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    # Of processor time, whatever else runs: 3 s here, and over 25 s with an import of torch in every rank.
+    assert seconds < 12
     assert 0 < peak < 2 << 30
 
 
@@ -151,7 +153,9 @@ def test_disk_that_is_full_while_recording_is_named_by_the_file(tmp_path: Path) 
 
 
 def test_hang_names_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
-    failure = failure_of(tmp_path, "hang:2", timeout_s=5)
+    failure = failure_of(
+        tmp_path, "hang:2", timeout_s=20
+    )  # which also bounds the import of torch, on a busy machine
     assert (failure.type, failure.rank) == ("hang", 2)
     assert "in _hang" in failure.stack
     assert "ranks 0, 1, 3 in update" in failure.message
@@ -159,8 +163,8 @@ def test_hang_names_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
 
 
 def test_rank_that_ignores_sigterm_and_its_runaway_child_are_ended(tmp_path: Path) -> None:
-    failure = failure_of(tmp_path, "deaf:0", ranks=2, timeout_s=5)
-    assert (failure.type, failure.rank) == ("hang", 0)
+    failure = failure_of(tmp_path, "deaf:0+late:1+raise:1", ranks=2)
+    assert (failure.type, failure.rank) == ("rank_failed", 1)
 
 
 def test_killed_node_parent_takes_its_ranks_along_and_is_reported(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ class ToyTokenizer:
 
 
 class ToyEngine:
-    """`via` of a step is `sum`, or `ACTION:RANK` with an action below; the other ranks wait in a collective."""
+    """`via` of a step is `sum`, or `ACTION:RANK` with actions below, joined by `+`; the other ranks wait in a
+    collective."""
 
     def __init__(self, spec: GangSpec, rank: int, sink: EventSink | None = None) -> None:
         self.spec, self.rank = spec, rank
@@ -38,9 +39,10 @@ class ToyEngine:
         return self.update(checkpoint, via)
 
     def update(self, checkpoint: str, via: str) -> UpdateStats:
-        action, _, victim = via.partition(":")
-        if victim and int(victim) == self.rank:
-            getattr(self, f"_{action}")()
+        for one in via.split("+"):
+            action, _, victim = one.partition(":")
+            if victim and int(victim) == self.rank:
+                getattr(self, f"_{action}")()
         total = torch.tensor([self.rank], dtype=torch.int64, device=self.spec.backend.device)
         dist.all_reduce(total)
         ranks = self.spec.parallelism.ranks
