@@ -13,7 +13,7 @@ from workloads.spec import Backend, Parallelism
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
 TOKEN_MULTIPLE = 384  # their least common multiple: token capacities are rounded up to it
-SM_COUNT = {"sm100": 148, "sm90": 132}
+SM100_MULTIPROCESSORS = 148
 EXPERT_ALIGNMENT = {"cpu": 128, "sm100": 512}  # of both expert dimensions under MegaMoE
 
 # Beside weights and caches. CUDA: context, NCCL's channels, the activations of one batch, graph pools.
@@ -170,7 +170,7 @@ def _symmetric_buffer(model: KimiK3Config, layout: Parallelism, backend: Backend
         experts=model.num_experts,
         hidden=model.moe_latent_size,
         intermediate=padded_intermediate(model, backend),
-        sms=SM_COUNT[backend.arch],
+        sms=SM100_MULTIPROCESSORS,
     )
     return [
         Part("MegaMoE buffer", "buffer", nbytes, f"{backend.max_batch_tokens} tokens a pass, EP{layout.ep}")

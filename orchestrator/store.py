@@ -6,7 +6,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -189,12 +189,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def append_jsonl(path: Path, record: Mapping[str, Any]) -> None:
-    """One line, on disk when this returns."""
-    line = json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
-    with path.open("a") as file:
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())

@@ -33,6 +33,10 @@ def submit(store: Store, cell: Cell, name: str, rerun: bool = False) -> Path | N
     Everything that the job reads is on disk before sbatch is called. A job whose submitter died right after is
     found again by its comment and script. Raises SubmitError, SlurmError, StoreError.
     """
+    if not slurm.available():
+        raise SubmitError(
+            "sbatch is not on the PATH: submit from a login node of the cluster, or set cluster=local."
+        )
     with store.locked(name):
         if store.finished(name) is not None and not rerun:
             return None
@@ -52,10 +56,6 @@ def _sbatch(cell: Cell, name: str, attempt: Path) -> None:
 
     folder = attempt / LOG_FOLDER
     folder.mkdir(mode=0o700)
-    if not slurm.available():
-        raise SubmitError(
-            "sbatch is not on the PATH: submit from a login node of the cluster, or set cluster=local."
-        )
     executor = SlurmExecutor(folder)
     executor.update_parameters(**parameters(cell, name))
     with slurm.without_inherited() as removed:

@@ -1,7 +1,5 @@
 """The run store: exclusive, atomic, locked between processes, and no result counts for another attempt."""
 
-import json
-import multiprocessing
 import os
 import stat
 import subprocess
@@ -14,7 +12,7 @@ import pytest
 
 from orchestrator.planning import plan
 from orchestrator.provenance import checkout
-from orchestrator.store import Store, StoreError, append_jsonl, read_json, write_json
+from orchestrator.store import Store, StoreError, read_json, write_json
 
 Cell = dict[str, Any]
 
@@ -118,20 +116,6 @@ def test_json_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "y.json", float("nan"))
     assert not (tmp_path / "y.json").exists()
-
-
-def _append(arguments: tuple[Path, int]) -> None:
-    file, number = arguments
-    for _ in range(20):
-        append_jsonl(file, {"number": number, "text": "x" * 500})
-
-
-def test_appended_lines_of_processes_do_not_mix(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        pool.map(_append, [(file, number) for number in range(4)])
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    assert sorted(line["number"] for line in lines) == [n for n in range(4) for _ in range(20)]
 
 
 HOLD = """
