@@ -1,0 +1,84 @@
+"""The run verb on a real Slurm: one job per cell, its own result first, and a typed error when there is none."""
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import slurm as commands
+from orchestrator.cli import main
+from orchestrator.store import Store, read_json
+
+pytestmark = pytest.mark.slurm
+
+CELL = [
+    "cluster=slurm",
+    "cluster.exclusive=false",
+    "cluster.poll_s=0.5",
+    "cluster.lost_after_s=5",
+    "policy.retries=0",
+    "backend.python=/nonexistent",  # the driver's preflight says so at once
+]
+
+
+def orchestrate(store: Path, *arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, *CELL, f"store={store}"])
+    return int(str(ended.value.code))
+
+
+def only_result(root: Path) -> tuple[dict[str, Any], Path]:
+    [attempt] = root.glob("cells/*/attempt-*")
+    result = Store(root).result(attempt)
+    assert result is not None
+    return result, attempt
+
+
+@pytest.mark.usefixtures("slurm")
+def test_the_drivers_result_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "nonsense")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "99")
+    assert orchestrate(tmp_path, "run") == 3
+    result, attempt = only_result(tmp_path)
+    assert result["error"]["type"] == "preflight"
+    assert "/nonexistent" in result["error"]["message"]
+    assert read_json(attempt / "job.json")["removed_variables"] == [
+        "SBATCH_PARTITION",
+        "SLURM_NTASKS_PER_NODE",
+    ]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_job_that_dies_without_a_word_is_lost(tmp_path: Path) -> None:
+    assert orchestrate(tmp_path, "run", "cluster.setup=['echo last words', 'kill -9 $$']") == 3
+    result, _ = only_result(tmp_path)
+    assert result["error"]["type"] == "lost"
+    assert result["error"]["message"].startswith("LOST: job ")
+    assert "last words" in result["error"]["log_tail"]
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_second_submission_finds_the_first_job(tmp_path: Path) -> None:
+    waiting = "cluster.setup=['sleep 300']"
+    assert orchestrate(tmp_path, "submit", waiting) == 0
+    [attempt] = tmp_path.glob("cells/*/attempt-*")
+    job = str(read_json(attempt / "job.json")["job"])
+    try:
+        (attempt / "job.json").unlink()  # as if the submitter had died right after sbatch
+        assert orchestrate(tmp_path, "submit", waiting) == 0
+        assert [path.name for path in tmp_path.glob("cells/*/attempt-*")] == ["attempt-001"]
+        assert read_json(attempt / "job.json")["job"] == job
+        assert not commands.job_state(job).ended
+    finally:
+        subprocess.run(["scancel", job], check=True)
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_limit_above_the_partitions_is_refused_before_submission(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.partition_limit.cache_clear()
+    assert orchestrate(tmp_path, "run", "cluster.partition=debug", "cluster.time=01:00:00") == 2
+    assert "partition debug allows 1800 s" in capsys.readouterr().err
+    assert not list(tmp_path.glob("cells/*"))
