@@ -1,1 +1,1 @@
-"""Evidence: gathered on the ranks (tensors, generations, throughput, memory), scored and mirrored on the control side."""
+"""Evidence: gathered on the ranks (tensors, answers, speed, memory), scored and mirrored on the control side."""

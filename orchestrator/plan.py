@@ -1,17 +1,18 @@
 """Freezes a validated config into a cell: plain data, canonical JSON, an id that is the hash of what it measures."""
 
+import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from collectors.gsm8k import questions as gsm8k
 from orchestrator import provenance
 from orchestrator.schema import Arm, LoadPath, Root
 
 FORMAT = 1
 FRESH = "fresh"  # the observation of a reference; `fresh.new` in a check names the one on checkpoint `new`
-SKIPPABLE = {"gsm8k": "gsm8k", "throughput": "throughput"}  # collector -> rule that needs it
 
 Cell = dict[str, Any]
 
@@ -31,7 +32,11 @@ class Reference:
 
 
 def freeze(root: Root, labels: dict[str, str]) -> Cell:
-    """The cell of one config. Raises `provenance.ProvenanceError` when an arm's tree or an input file is not there."""
+    """The cell of one config.
+
+    Raises `provenance.ProvenanceError` when an arm's tree or an input file is not there, `Gsm8kError` when the
+    questions are broken.
+    """
     load_path, collect = _without_skipped(root)
     arms = {"base": None, **{name: _freeze_arm(arm) for name, arm in cell_arms(root).items()}}
     faults = ",".join(root.code.candidate.faults)
@@ -44,7 +49,7 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "backend": asdict(root.backend),
         "load_path": load_path,
         "checkpoints": {name: asdict(checkpoint) for name, checkpoint in root.checkpoints.items()},
-        "inputs": _inputs(root),
+        "inputs": _inputs(root, collect["gsm8k"]["path"]),
         "code": arms,
         "collect": collect,
         "policy": asdict(root.policy),
@@ -73,7 +78,8 @@ def digest(data: Any) -> str:
 def cell_id(cell: Cell) -> str:
     """SHA-256 of what the cell measures. Where and under which name it runs, and how long one waits, is left out."""
     identity = {key: cell[key] for key in ("format", "model", "parallelism", "backend", "load_path")}
-    identity |= {key: cell[key] for key in ("checkpoints", "inputs", "collect")}
+    identity |= {key: cell[key] for key in ("checkpoints", "inputs")}
+    identity["collect"] = {**cell["collect"], "gsm8k": {**cell["collect"]["gsm8k"], "path": None}}
     identity["code"] = {name: _arm_identity(arm) for name, arm in cell["code"].items()}
     identity["policy"] = {"coverage": cell["policy"]["coverage"]}
     identity["image"] = _image(cell)
@@ -109,6 +115,14 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> 
     return digest(identity)
 
 
+@functools.cache
+def _questions_digest(place: str) -> str:
+    """Reads every line, so that a broken file is found before anything is submitted; once for all cells."""
+    if place == gsm8k.HUB:
+        return place
+    return digest([asdict(question) for questions in gsm8k.load(place) for question in questions])
+
+
 def _arm_identity(arm: dict[str, Any] | None) -> dict[str, Any] | None:
     """The content of the tree counts, not where it lies or what the commit is called."""
     return None if arm is None else {"source": arm["source"], "faults": arm["faults"]}
@@ -126,30 +140,30 @@ def _freeze_arm(arm: Arm) -> dict[str, Any]:
 
 
 def _without_skipped(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Steps and checks without the collectors that have nothing to do."""
+    """Steps and checks without the collectors that have nothing to do, and where GSM8K was found.
+
+    A check of GSM8K stays where its questions are nowhere: it becomes NOT_RUN and says how to get them.
+    """
     load_path: LoadPath = root.load_path
-    off = set()
-    if root.collect.gsm8k.limit == 0:
-        off.add("gsm8k")
+    collect = asdict(root.collect)
+    unwanted = {"gsm8k"} if root.collect.gsm8k.limit == 0 else set()
     if root.collect.throughput.requests == 0:
-        off.add("throughput")
-    rules = {SKIPPABLE[name] for name in off}
+        unwanted.add("throughput")
+    if "gsm8k" not in unwanted:
+        collect["gsm8k"]["path"] = gsm8k.find(root.collect.gsm8k.path, provenance.checkout())
+    off = unwanted | ({"gsm8k"} if collect["gsm8k"]["path"] is None else set())
     steps = [asdict(step) for step in load_path.steps]
     for step in steps:
         step["collect"] = [name for name in step["collect"] if name not in off]
-    checks = [asdict(check) for check in load_path.checks if check.rule not in rules]
-    return {"name": load_path.name, "steps": steps, "checks": checks}, asdict(root.collect)
+    checks = [asdict(check) for check in load_path.checks if check.rule not in unwanted]
+    return {"name": load_path.name, "steps": steps, "checks": checks}, collect
 
 
-def _inputs(root: Root) -> dict[str, str | None]:
+def _inputs(root: Root, gsm8k_place: str | None) -> dict[str, str | None]:
     """What lies in the files that the config names: the same name with other content is another cell."""
-    files = {
-        "collect.gsm8k.questions": root.collect.gsm8k.questions,
-        "collect.gsm8k.train": root.collect.gsm8k.train,
-    }
-    inputs: dict[str, str | None] = {
-        key: provenance.file_hash(key, Path(path)) for key, path in files.items() if path is not None
-    }
+    inputs: dict[str, str | None] = {}
+    if gsm8k_place is not None:
+        inputs["collect.gsm8k"] = _questions_digest(gsm8k_place)
     for name, checkpoint in root.checkpoints.items():
         if checkpoint.path is not None:
             inputs[f"checkpoints.{name}.path"] = provenance.folder_state(Path(checkpoint.path))

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from collectors.gsm8k.questions import Gsm8kError
 from orchestrator.compose import Composed, ConfigError, compose
 from orchestrator.plan import Cell, cell_id, freeze
 from orchestrator.provenance import ProvenanceError
@@ -38,7 +39,7 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
             continue
         try:
             frozen = freeze(one.root, one.labels)
-        except ProvenanceError as error:
+        except (ProvenanceError, Gsm8kError) as error:
             one.problems.append(str(error))
             continue
         name = cell_id(frozen)

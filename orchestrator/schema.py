@@ -66,10 +66,7 @@ class Code:
 
 @dataclass
 class Gsm8k:
-    questions: str | None = (
-        None  # JSONL with question and answer; null: the set that ships with the collector
-    )
-    train: str | None = None  # where the shots come from
+    path: str | None = None  # folder of test.jsonl and train.jsonl; null: $GSM8K_DIR or one nearby
     limit: int = 1319
     shots: int = 5
     max_new_tokens: int = 256

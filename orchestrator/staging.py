@@ -167,39 +167,33 @@ def _given_checkpoints(cell: Cell) -> list[str]:
 
 
 def _write_prompts(cell: Cell, folder: Path) -> dict[str, str]:
-    """One file of {"id", "text"} lines for each collector that the scenario uses."""
+    """One file of {"id", "text"} lines for each collector that the scenario uses; GSM8K's also hold the solution
+    ("answer"), so that the judge needs nothing but the attempt."""
     makers = {"generations": _plain_prompts, "gsm8k": _gsm8k_prompts}
     used = {name for step in cell["load_path"]["steps"] for name in step["collect"]}
     used |= {name for ref in references(cell) for name in ref.collect}
     folder.mkdir(mode=0o700)
     written = {}
     for name in sorted(used & makers.keys()):
-        lines = (json.dumps({"id": f"{name}-{i}", "text": text}) for i, text in enumerate(makers[name](cell)))
+        lines = (json.dumps({"id": f"{name}-{i}", **row}) for i, row in enumerate(makers[name](cell)))
         path = folder / f"{name}.jsonl"
         path.write_text("".join(f"{line}\n" for line in lines))
         written[name] = str(path)
     return written
 
 
-def _plain_prompts(cell: Cell) -> Iterable[str]:
-    return list(cell["collect"]["prompts"])
+def _plain_prompts(cell: Cell) -> Iterable[dict[str, str]]:
+    return ({"text": text} for text in cell["collect"]["prompts"])
 
 
-def _gsm8k_prompts(cell: Cell) -> Iterable[str]:
+def _gsm8k_prompts(cell: Cell) -> Iterable[dict[str, str]]:
     wanted = cell["collect"]["gsm8k"]
-    folder = gsm8k.find_folder(None, checkout())
-    files = {"questions": "test.jsonl", "train": "train.jsonl"}
-    paths = {}
-    for key, name in files.items():
-        if wanted[key] is None and folder is None:
-            raise AttemptError(
-                "preflight",
-                f"collect.gsm8k.{key} is not set, and no GSM8K is at hand. {gsm8k.HOW_TO_GET} Or leave the accuracy "
-                "check out with collect.gsm8k.limit=0.",
-            )
-        paths[key] = Path(wanted[key]) if wanted[key] is not None else Path(str(folder), name)
-    test, train = (gsm8k.read_questions(paths[key]) for key in files)
-    return gsm8k.prompts(test, train, wanted["shots"], wanted["limit"])
+    try:
+        test, train = gsm8k.load(wanted["path"])
+    except gsm8k.Gsm8kError as error:
+        raise AttemptError("preflight", str(error)) from error
+    texts = gsm8k.prompts(test, train, wanted["shots"], wanted["limit"])
+    return ({"text": text, "answer": q.answer} for text, q in zip(texts, test, strict=False))
 
 
 def _reference_steps(reference: Reference) -> list[Step]:

@@ -12,6 +12,8 @@ HOW_TO_GET = (
     "folder and name it with collect.gsm8k.path=FOLDER or the environment variable GSM8K_DIR."
 )
 
+HUB = "hub:openai/gsm8k"
+
 
 class Gsm8kError(ValueError):
     """The questions are not there, or a file of them is broken."""
@@ -64,13 +66,8 @@ def read_questions(path: Path) -> list[Question]:
     return questions
 
 
-def from_hub() -> tuple[list[Question], list[Question]] | None:
-    """(test, train) from the `datasets` package, or None when it is not installed.
-
-    Raises Gsm8kError when the hub does not answer.
-    """
-    if importlib.util.find_spec("datasets") is None:
-        return None
+def _from_hub() -> tuple[list[Question], list[Question]]:
+    """(test, train) through the `datasets` package, from its cache or the hub itself."""
     import datasets  # type: ignore[import-not-found, unused-ignore]  # optional, heavy
 
     try:
@@ -83,12 +80,22 @@ def from_hub() -> tuple[list[Question], list[Question]] | None:
     return test, train
 
 
-def load(configured: str | None, checkout: Path) -> tuple[list[Question], list[Question]] | None:
-    """(test, train) questions from the first place that has them, or None: the check is then NOT_RUN."""
+def find(configured: str | None, checkout: Path) -> str | None:
+    """Where the questions are: a folder, HUB, or None where they are nowhere: the check is then NOT_RUN.
+
+    Raises Gsm8kError when a configured folder lacks them.
+    """
     folder = find_folder(configured, checkout)
-    if folder is None:
-        return from_hub()
-    return read_questions(folder / "test.jsonl"), read_questions(folder / "train.jsonl")
+    if folder is not None:
+        return str(folder.resolve())
+    return HUB if importlib.util.find_spec("datasets") is not None else None
+
+
+def load(place: str) -> tuple[list[Question], list[Question]]:
+    """(test, train) questions of a place that `find` named. Raises Gsm8kError when they cannot be read."""
+    if place == HUB:
+        return _from_hub()
+    return read_questions(Path(place) / "test.jsonl"), read_questions(Path(place) / "train.jsonl")
 
 
 def prompts(test: Sequence[Question], train: Sequence[Question], shots: int, limit: int | None) -> list[str]:

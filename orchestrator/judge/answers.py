@@ -1,12 +1,13 @@
 """Judges what the engine said: generations exactly, GSM8K per question."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from collectors.gsm8k import questions as gsm8k_questions
+import orjson
+
+from collectors.gsm8k.questions import HOW_TO_GET
 from collectors.gsm8k.scoring import score
 from orchestrator.judge.attempt import Arm, Attempt
 from orchestrator.judge.records import Reader, Record
@@ -14,7 +15,6 @@ from orchestrator.judge.statistics import not_worse, paired
 
 #: Largest loss of right answers that still counts as equally accurate.
 ACCURACY_MARGIN = 0.01
-_CHECKOUT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -116,15 +116,14 @@ def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) 
     got = reader.generations(arm.folder / check["left"], "gsm8k")
     want = reader.generations(other[1], "gsm8k") if other else {}
     name = other[0] if other else ""
+    if attempt.cell["collect"]["gsm8k"]["path"] is None:
+        caveat = f"the questions are not at hand. {HOW_TO_GET}"
+        return Outcome("NOT_RUN", expected, "no questions", caveat=caveat, required=not attempt.is_proxy)
     answers = _reference_answers(attempt)
-    if not got or answers is None:
-        why = (
-            "no answers were recorded"
-            if not got
-            else "the questions are not at hand, so nothing can be scored"
-        )
-        return Outcome("ERROR" if not got else "NOT_RUN", expected, why, required=not attempt.is_proxy)
-    right = {key: score(r["text"], answers[_question(key)]).flexible for key, r in got.items()}
+    if not got or not got.keys() <= answers.keys():
+        why = "no answers were recorded" if not got else "solutions of some questions are missing"
+        return Outcome("ERROR", expected, why, required=not attempt.is_proxy)
+    right = {key: score(r["text"], answers[key]).flexible for key, r in got.items()}
     counts: dict[str, Any] = {"questions": len(got), "right": sum(right.values())}
     shown = f"{counts['right']} of {len(got)} right"
     if attempt.is_proxy:
@@ -132,7 +131,7 @@ def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) 
     if got.keys() != want.keys():
         why = "nothing to pair them with" if not want else f"`{name}` answered other questions"
         return Outcome("INCONCLUSIVE" if not want else "ERROR", expected, f"{shown}; {why}", counts)
-    theirs = [score(want[key]["text"], answers[_question(key)]).flexible for key in got]
+    theirs = [score(want[key]["text"], answers[key]).flexible for key in got]
     return _paired_outcome(expected, shown, counts, list(right.values()), theirs, name)
 
 
@@ -172,20 +171,9 @@ def _paired_outcome(
     return Outcome(verdict, expected, text, counts)
 
 
-def _reference_answers(attempt: Attempt) -> list[str] | None:
-    """Worked solutions by question number, None when the set is not at hand."""
-    named = attempt.cell["collect"]["gsm8k"]["questions"]
-    if named:
-        path = Path(named)
-    else:
-        folder = gsm8k_questions.find_folder(None, _CHECKOUT)
-        path = folder / "test.jsonl" if folder else Path()
-    return [q.answer for q in gsm8k_questions.read_questions(path)] if path.is_file() else None
-
-
-def _question(request: str) -> int:
-    """Number of the question in its file, which ends the request's id."""
-    found = re.search(r"(\d+)$", request)
-    if found is None:
-        raise ValueError(f"GSM8K request id {request!r} does not end in the number of its question.")
-    return int(found.group(1))
+def _reference_answers(attempt: Attempt) -> dict[str, str]:
+    """Worked solutions by request, as the driver left them beside the prompts."""
+    path = attempt.folder / "prompts" / "gsm8k.jsonl"
+    if not path.is_file():
+        return {}
+    return {row["id"]: row["answer"] for row in map(orjson.loads, path.read_bytes().splitlines())}

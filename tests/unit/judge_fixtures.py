@@ -82,7 +82,7 @@ def make_cell(tp: int = 2, dp: int = 2, ep: int = 4, real: bool = False, base: b
         },
         "checkpoints": {"old": checkpoint, "new": checkpoint},
         "code": {"candidate": arm, "base": arm if base else None},
-        "collect": {"gsm8k": {"questions": None, "limit": QUESTIONS}},
+        "collect": {"gsm8k": {"path": "/questions", "limit": QUESTIONS}},
         "policy": {"coverage": 0.999, "step_timeout_s": 60},
     }  # fmt: skip
 
@@ -246,6 +246,7 @@ class World:
         seen = {"started": "old", "updated": "new", "repeated": "new", "back": "old"}
         self.candidate = Gang(self, "candidate", seen, 100)
         self.base = Gang(self, "base", seen, 200) if base else None
+        self.questions = QUESTIONS
         self.fresh = {
             c: Gang(self, f"fresh.{c}", {"fresh": c}, 300 + 20 * i) for i, c in enumerate(("old", "new"))
         }
@@ -255,6 +256,8 @@ class World:
     def write(self, root: Path) -> tuple[Path, dict[str, Path]]:
         """Attempt folder and references."""
         attempt = root / "cells" / "c0ffee" / "attempt-001"
+        solutions = [{"id": f"gsm8k-{i:05d}", "answer": f"It is.\n#### {i}"} for i in range(self.questions)]
+        write(attempt / "prompts" / "gsm8k.jsonl", solutions)
         self.candidate.write(attempt / "candidate")
         references = {}
         for checkpoint, gang in self.fresh.items():

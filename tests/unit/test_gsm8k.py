@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from collectors.gsm8k.questions import Gsm8kError, Question, find_folder, load, prompts, read_questions
+from collectors.gsm8k.questions import Gsm8kError, Question, find, find_folder, load, prompts, read_questions
 from collectors.gsm8k.scoring import marked_answer, parse_number, score
 
 CHECKOUT = Path(__file__).parents[2]
@@ -48,9 +48,9 @@ def test_every_reference_solution_scores_itself() -> None:
 
 @needs_data
 def test_five_shot_prompt_has_five_solved_examples_and_an_open_question() -> None:
-    loaded = load(None, CHECKOUT)
-    assert loaded is not None
-    test, train = loaded
+    place = find(None, CHECKOUT)
+    assert place is not None
+    test, train = load(place)
     built = prompts(test, train, shots=5, limit=3)
     assert len(built) == 3
     assert built[0].count("Question: ") == 6

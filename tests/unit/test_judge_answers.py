@@ -10,11 +10,6 @@ from judge_fixtures import World, check
 from orchestrator.judge.statistics import not_worse, paired, spread
 
 
-def write_questions(path: Path, count: int) -> str:
-    fx.write(path, [{"question": f"What is {i}?", "answer": f"It is.\n#### {i}"} for i in range(count)])
-    return str(path)
-
-
 def answers(count: int, wrong: set[int]) -> list[fx.Record]:
     return [
         {
@@ -25,9 +20,17 @@ def answers(count: int, wrong: set[int]) -> list[fx.Record]:
     ]  # fmt: skip
 
 
+def leave_out_questions(world: World) -> None:
+    """As a cell is frozen where no GSM8K is found."""
+    world.cell["collect"]["gsm8k"]["path"] = None
+    world.candidate.gsm8k = {}
+    for step in world.cell["load_path"]["steps"]:
+        step["collect"] = [name for name in step.get("collect", []) if name != "gsm8k"]
+
+
 def judged(tmp_path: Path, count: int, ours: set[int], theirs: set[int], real: bool = True) -> fx.Record:
     world = World(real=real)
-    world.cell["collect"]["gsm8k"]["questions"] = write_questions(tmp_path / "test.jsonl", count)
+    world.questions = count
     world.candidate.gsm8k["updated"] = answers(count, ours)
     world.fresh["new"].gsm8k["fresh"] = answers(count, theirs)
     return world.judge(tmp_path)
@@ -59,7 +62,7 @@ def test_a_real_loss_fails(tmp_path: Path) -> None:
 
 def test_without_a_counterpart_a_score_decides_nothing(tmp_path: Path) -> None:
     world = World(real=True)
-    world.cell["collect"]["gsm8k"]["questions"] = write_questions(tmp_path / "test.jsonl", 50)
+    world.questions = 50
     world.candidate.gsm8k["updated"] = answers(50, set())
     entry = check(world.judge(tmp_path), "accuracy")
     assert entry["verdict"] == "INCONCLUSIVE"
@@ -68,7 +71,7 @@ def test_without_a_counterpart_a_score_decides_nothing(tmp_path: Path) -> None:
 
 def test_other_questions_on_the_other_side_are_an_error(tmp_path: Path) -> None:
     world = World(real=True)
-    world.cell["collect"]["gsm8k"]["questions"] = write_questions(tmp_path / "test.jsonl", 50)
+    world.questions = 50
     world.candidate.gsm8k["updated"] = answers(50, set())
     world.fresh["new"].gsm8k["fresh"] = answers(49, set())
     assert check(world.judge(tmp_path), "accuracy")["verdict"] == "ERROR"
@@ -88,7 +91,6 @@ def test_a_proxy_cannot_be_required_into_evidence(tmp_path: Path) -> None:
     world = World()
     for entry in world.cell["load_path"]["checks"]:
         entry["required"] = True
-    world.cell["collect"]["gsm8k"]["questions"] = write_questions(tmp_path / "test.jsonl", fx.QUESTIONS)
     result = world.judge(tmp_path)
     assert not check(result, "accuracy")["required"]
     assert not check(result, "speed")["required"]
@@ -97,10 +99,26 @@ def test_a_proxy_cannot_be_required_into_evidence(tmp_path: Path) -> None:
 
 def test_unscorable_without_the_questions(tmp_path: Path) -> None:
     world = World(real=True)
-    world.cell["collect"]["gsm8k"]["questions"] = str(tmp_path / "gone.jsonl")
+    leave_out_questions(world)
+    result = world.judge(tmp_path)
+    entry = check(result, "accuracy")
+    assert entry["verdict"] == "NOT_RUN"
+    assert "collect.gsm8k.path=FOLDER" in entry["caveat"]
+    assert result["verdict"] == "NOT_RUN"
+
+
+def test_a_proxy_without_the_questions_still_passes(tmp_path: Path) -> None:
+    world = World()
+    leave_out_questions(world)
     result = world.judge(tmp_path)
     assert check(result, "accuracy")["verdict"] == "NOT_RUN"
-    assert result["verdict"] == "NOT_RUN"
+    assert result["verdict"] == "PASS"
+
+
+def test_solutions_of_other_questions_are_an_error(tmp_path: Path) -> None:
+    world = World(real=True)
+    world.questions = 3
+    assert check(world.judge(tmp_path), "accuracy")["verdict"] == "ERROR"
 
 
 def test_throughput_is_a_ratio_with_a_caveat(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ MEASURED = [
     ("load_path", "steps", 0, "via", "dummy"),
     ("load_path", "checks", 0, "required", False),
     ("checkpoints", "new", "seed", 9),
-    ("inputs", "collect.gsm8k.questions", "sha256:0"),
+    ("inputs", "collect.gsm8k", "sha256:0"),
     ("code", "candidate", "source", "0"),
     ("code", "candidate", "faults", ["x"]),
     ("code", "base", {"path": "/x", "commit": None, "source": "0", "faults": []}),
@@ -215,11 +215,13 @@ def test_a_base_commit_is_resolved_and_hashed(tmp_path: Path) -> None:
 
 
 def test_changed_input_files_make_another_cell(tmp_path: Path) -> None:
-    questions = tmp_path / "questions.jsonl"
-    questions.write_text("{}\n")
-    first = planned(f"collect.gsm8k.questions={questions}")
-    questions.write_text("{ }\n")
-    assert cell_id(planned(f"collect.gsm8k.questions={questions}")) != cell_id(first)
+    names = []
+    for folder, answer in (("a", "#### 1"), ("same", "#### 1"), ("other", "#### 2")):
+        (tmp_path / folder).mkdir()
+        for file in ("test.jsonl", "train.jsonl"):
+            (tmp_path / folder / file).write_text(json.dumps({"question": "1?", "answer": answer}))
+        names.append(cell_id(planned(f"collect.gsm8k.path={tmp_path / folder}")))
+    assert names[0] == names[1] != names[2]
     weights = tmp_path / "weights"
     weights.mkdir()
     (weights / "a.safetensors").write_bytes(b"1")

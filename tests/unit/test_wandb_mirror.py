@@ -13,8 +13,12 @@ RESULT: dict[str, Any] = {
     "attempt": 1,
     "verdict": "FAIL",
     "labels": {"load_path": "direct"},
-    "checks": [{"name": "x", "verdict": "FAIL", "required": True, "expected": "equal", "observed": "3 differ"}],
-    "findings": [{"code": "stale", "arm": "candidate", "observation": "updated", "rank": 3, "path": "target:a"}],
+    "checks": [
+        {"name": "x", "verdict": "FAIL", "required": True, "expected": "equal", "observed": "3 differ"}
+    ],
+    "findings": [
+        {"code": "stale", "arm": "candidate", "observation": "updated", "rank": 3, "path": "target:a"}
+    ],
     "coverage": {"fraction": 0.9995},
     "starts": 2,
     "seconds": 10.0,
