@@ -112,13 +112,13 @@ def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) 
     A proxy has random weights: its score is shown, never evidence.
     """
     expected = "as many right answers, within 1 point" if not attempt.is_proxy else "no score: random weights"
+    if attempt.cell["collect"]["gsm8k"]["path"] is None:
+        caveat = f"the questions are not at hand. {HOW_TO_GET}"
+        return Outcome("NOT_RUN", expected, "no questions", caveat=caveat, required=not attempt.is_proxy)
     other = counterpart(attempt, arm, check, "gsm8k")
     got = reader.generations(arm.folder / check["left"], "gsm8k")
     want = reader.generations(other[1], "gsm8k") if other else {}
     name = other[0] if other else ""
-    if attempt.cell["collect"]["gsm8k"]["path"] is None:
-        caveat = f"the questions are not at hand. {HOW_TO_GET}"
-        return Outcome("NOT_RUN", expected, "no questions", caveat=caveat, required=not attempt.is_proxy)
     answers = _reference_answers(attempt)
     if not got or not got.keys() <= answers.keys():
         why = "no answers were recorded" if not got else "solutions of some questions are missing"

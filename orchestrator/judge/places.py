@@ -35,7 +35,7 @@ class Places:
         if self._index is None:
             self._index = self._search()
         hits = self._index.get(record["fp"].encode(), ())
-        places = distinct_places([place for hit in hits for place in _place(*hit)])
+        places = distinct_places([place for hit in hits for place in _place(record["fp"], *hit)])
         return sorted(places, key=lambda place: place.rank != rank)
 
     def _search(self) -> dict[bytes, list[tuple[Path, int, int]]]:
@@ -51,12 +51,12 @@ class Places:
         return index
 
 
-def _place(path: Path, rank: int, offset: int) -> Iterator[Place]:
-    """The place that the line at `offset` records, none when the line is of another kind."""
+def _place(fp: str, path: Path, rank: int, offset: int) -> Iterator[Place]:
+    """The place for which the line at `offset` expects `fp`; none when it merely holds it, perhaps wrongly."""
     with path.open("rb") as file:
         file.seek(offset)
         record = orjson.loads(file.readline())
-    if record["kind"] == "part" and record["source"] is not None and record["expected"] is not None:
+    if record["kind"] == "part" and record["expected"] == fp:
         yield Place(rank, record["tensor"], record["part"])
     elif record["kind"] == "tensor" and is_distinct(record):
         yield Place(rank, record["path"], "")
