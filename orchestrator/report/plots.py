@@ -51,7 +51,7 @@ def _load_row(load: Json, place: int, scale: float, several_arms: bool) -> dict[
             )
             x += width
     arm = f"{load['arm']}: " if several_arms else ""
-    rate = f", {load['nbytes'] / seconds / 1e9:.2f} GB/s" if seconds and load["nbytes"] > 1e6 else ""
+    rate = f", {_rate(load['nbytes'] / seconds)}" if seconds and load["nbytes"] else ""
     return {
         "label": f"{arm}{load['do']} {load['name']} ({load['via']})",
         "text": f"{seconds:.2f} s{rate}",
@@ -59,6 +59,14 @@ def _load_row(load: Json, place: int, scale: float, several_arms: bool) -> dict[
         "y": place * _ROW + (_ROW - _BAR) / 2,
         "segments": segments,
     }
+
+
+def _rate(bytes_per_second: float) -> str:
+    return (
+        f"{bytes_per_second / 1e9:.2f} GB/s"
+        if bytes_per_second >= 1e9
+        else f"{bytes_per_second / 1e6:.1f} MB/s"
+    )
 
 
 def coverage_bar(coverage: Json | None, threshold: float | None) -> dict[str, Any] | None:

@@ -128,6 +128,19 @@ def test_experts_of_another_rank(tmp_path: Path) -> None:
     assert finding["ranks"] == [0]
 
 
+def test_a_reference_with_the_same_fault_is_no_place(tmp_path: Path) -> None:
+    """The swap happens on every load, so a fresh start holds the same wrong bytes at the same wrong place."""
+    world = World()
+    for gang in (world.candidate, *world.fresh.values()):
+        for audits in gang.audits.values():
+            theirs = [part["expected"] for part in audits[1].parts[fx.EXPERTS].values()]
+            for part, expected in zip(audits[0].parts[fx.EXPERTS].values(), theirs, strict=True):
+                part["fp"] = expected or part["fp"]
+            audits[0].refresh(fx.EXPERTS)
+    finding = primary(world, tmp_path, "found_elsewhere")
+    assert "which belongs on rank 1: another expert's weights" in finding["detail"]
+
+
 def test_every_rank_keeps_the_first_shard(tmp_path: Path) -> None:
     world = World()
     first = world.candidate.audits["updated"][0]

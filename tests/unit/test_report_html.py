@@ -152,6 +152,21 @@ def test_load_bars_are_to_scale() -> None:
     assert [phase for phase, _ in plot["legend"]] == ["read_s", "install_s", "finish_s", "other"]
 
 
+def test_slow_loads_have_a_rate_too() -> None:
+    load = {
+        "arm": "candidate",
+        "do": "update",
+        "name": "new",
+        "via": "direct",
+        "phases": {},
+        "nbytes": 3_000_000,
+    }
+    phases = dict.fromkeys(("read_s", "install_s", "post_process_s", "finish_s"), 0.0)
+    plot = load_bars([load | {"seconds": 2.0, "phases": phases}])
+    assert plot is not None
+    assert plot["rows"][0]["text"] == "2.00 s, 1.5 MB/s"
+
+
 def test_phases_longer_than_the_step_stay_inside() -> None:
     """Phases are maxima over ranks, so their sum may exceed the slowest rank's seconds."""
     phases = {"read_s": 3.0, "install_s": 3.0, "post_process_s": 3.0, "finish_s": 3.0}
