@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class TensorAuditor:
         # held and not the tensor, whose `.data` may be pointed at another storage.
         self._held: dict[str, torch.UntypedStorage] = {}
         self._trace: StorageTrace | None = None
+        # Slices of a checkpoint are read and hashed once, however often the engine is held against it.
+        self._slices: WeakKeyDictionary[CheckpointReader, _Slices] = WeakKeyDictionary()
 
     def trace(self) -> StorageTrace:
         """Context manager for one forward; later observations report what it read and no walk reaches."""
@@ -49,7 +52,8 @@ class TensorAuditor:
     def observe(self, folder: Path, rank: int, name: str, checkpoint_reader: CheckpointReader) -> None:
         """Writes `<folder>/tensors-<rank>.jsonl` for observation `name`.
 
-        checkpoint_reader: the checkpoint that the engine should hold. Raises OSError with the path when the
+        checkpoint_reader: the checkpoint that the engine should hold; pass the same object again and its slices
+        are not read again. Raises OSError with the path when the
         records cannot be written, and WalkError when a bound of the walk is met.
         """
         with _collector_paused():
@@ -71,9 +75,10 @@ class TensorAuditor:
             writer.write("header", header)
             writer.write_all("tensor", tensors)
             for root in roots:
-                totals = _Totals(root, audited)
-                for batch in _batches(self._engine.parts(root), checkpoint_reader):
-                    writer.write_all("part", _part_records(batch))
+                slices = self._slices.setdefault(checkpoint_reader, {})
+                totals = _Totals(root, audited, slices)
+                for batch in _batches(self._engine.parts(root), checkpoint_reader, slices):
+                    writer.write_all("part", _part_records(batch, slices))
                     totals.add(batch)
                 writer.write("source", totals.record())
             if self._trace is not None:
@@ -151,34 +156,53 @@ def _names(record: Record) -> tuple[str, ...]:
 # Parts -----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Digest of one slice of the checkpoint, and what it would be after `numeric_cast` (scales only)."""
+
+    fp: str
+    cast: str | None
+    nbytes: int
+
+
+_Key = tuple[str, Region]
+_Slices = dict[_Key, _Slice]
+
+
 @dataclass(slots=True)
 class _Piece:
-    """A part, its value (None if it has no bytes to read), and the checkpoint's (None for padding)."""
+    """A part, its value (None if it has no bytes to read), and the checkpoint's where it was read just now."""
 
     part: Part
     value: Tensor | None
-    expected: Tensor | None
+    read: Tensor | None
+
+    @property
+    def key(self) -> _Key | None:
+        """Which slice of the checkpoint the part must equal, None for padding."""
+        return None if self.part.source is None else (self.part.source, self.part.region)
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.value, self.expected) if tensor is not None)
+        return sum(tensor.nbytes for tensor in (self.value, self.read) if tensor is not None)
 
 
 class _Totals:
     """How much of what a rank had to hold of the checkpoint, for one root, lies in audited tensors."""
 
-    def __init__(self, root: str, audited: set[str]) -> None:
+    def __init__(self, root: str, audited: set[str], slices: _Slices) -> None:
         self._root = root
+        self._slices = slices
         self._audited = audited  # paths of enumerated tensors with bytes and digest
-        self._wanted: dict[tuple[str, Region], int] = {}
-        self._covered: set[tuple[str, Region]] = set()
+        self._wanted: dict[_Key, int] = {}
+        self._covered: set[_Key] = set()
 
     def add(self, batch: Iterable[_Piece]) -> None:
         for piece in batch:
-            if piece.part.source is None or piece.expected is None:
+            key = piece.key
+            if key is None:
                 continue
-            key = (piece.part.source, piece.part.region)
-            self._wanted[key] = piece.expected.nbytes
+            self._wanted[key] = self._slices[key].nbytes
             if piece.part.tensor in self._audited and piece.value is not None and piece.value.nbytes:
                 self._covered.add(key)
 
@@ -191,15 +215,17 @@ class _Totals:
         }
 
 
-def _batches(parts: Iterable[Part], reader: CheckpointReader) -> Iterator[list[_Piece]]:
+def _batches(parts: Iterable[Part], reader: CheckpointReader, known: _Slices) -> Iterator[list[_Piece]]:
     batch: list[_Piece] = []
     nbytes = 0
     for part in parts:
         value = None if why_unreadable(part.value) else part.value
-        expected = reader.slice(part.source, part.region) if part.source is not None else None
-        if expected is not None and value is not None:
-            expected = expected.to(value.device)  # a device hashes far faster than the host
-        batch.append(_Piece(part, value, expected))
+        piece = _Piece(part, value, None)
+        if piece.key is not None and piece.key not in known:
+            piece.read = reader.slice(*piece.key)
+            if value is not None:
+                piece.read = piece.read.to(value.device)  # a device hashes far faster than the host
+        batch.append(piece)
         nbytes += batch[-1].nbytes
         if nbytes >= _PARTS_AT_ONCE:
             yield batch
@@ -208,19 +234,24 @@ def _batches(parts: Iterable[Part], reader: CheckpointReader) -> Iterator[list[_
         yield batch
 
 
-def _part_records(batch: Sequence[_Piece]) -> Iterator[Record]:
-    values = [piece.value for piece in batch]
-    expected = [piece.expected for piece in batch]
-    casts = [numeric_cast(piece.expected) if _is_scale(piece) else None for piece in batch]
-    digests = _digests_of([*values, *expected, *casts])
-    for i, piece in enumerate(batch):
-        value, slice_, cast = digests[i :: len(batch)]
+def _part_records(batch: Sequence[_Piece], slices: _Slices) -> Iterator[Record]:
+    """Records of a batch; the digests of what was read for it are left in `slices`."""
+    new = [(piece.key, piece.read) for piece in batch if piece.key is not None and piece.read is not None]
+    casts = [numeric_cast(read) if _is_scale(key, read) else None for key, read in new]
+    digests = _digests_of([*(piece.value for piece in batch), *(read for _, read in new), *casts])
+    values, fresh = digests[: len(batch)], digests[len(batch) :]
+    for i, (key, read) in enumerate(new):
+        digest, cast = fresh[i :: len(new)]
+        assert digest is not None, "a slice that was read has a digest"
+        slices[key] = _Slice(digest.fp, cast.fp if cast else None, read.nbytes)
+    for piece, value in zip(batch, values, strict=True):
+        expected = slices[piece.key] if piece.key is not None else None
         yield {
             "tensor": piece.part.tensor,
             "part": piece.part.name,
             "fp": value.fp if value else None,
-            "expected": slice_.fp if slice_ else None,
-            "cast": cast.fp if cast else None,
+            "expected": expected.fp if expected else None,
+            "cast": expected.cast if expected else None,
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
@@ -235,17 +266,11 @@ def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:
     return [None if tensor is None else next(digests) for tensor in tensors]
 
 
-def _is_scale(piece: _Piece) -> bool:
-    """Whether the part is E8M0 exponents, which a careless copy converts as numbers."""
-    name, expected = piece.part.source, piece.expected
-    return (
-        name is not None
-        and name.endswith("weight_scale")
-        and expected is not None
-        and expected.dtype in (torch.uint8, torch.float8_e8m0fnu)
-    )
+def _is_scale(key: _Key, slice_: Tensor) -> bool:
+    """Whether a slice is E8M0 exponents, which a careless copy converts as numbers."""
+    return key[0].endswith("weight_scale") and slice_.dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
-def numeric_cast(scales: Tensor | None) -> Tensor | None:
+def numeric_cast(scales: Tensor) -> Tensor:
     """E8M0 bytes converted to uint8 as numbers, the way `copy_` does: 2^-7 becomes 0, 2^3 becomes 8."""
-    return None if scales is None else scales.view(torch.float8_e8m0fnu).to(torch.uint8)
+    return scales.view(torch.float8_e8m0fnu).to(torch.uint8)

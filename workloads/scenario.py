@@ -1,5 +1,6 @@
 """Plays the ordered steps of a load path on one rank: start, update, observe; each is timed and recorded."""
 
+import functools
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,9 @@ class _Player:
         self.engine, self.spec, self.rank = engine, spec, rank
         self.auditor = TensorAuditor(engine)
         self.loaded = ""
+        self._reader = functools.cache(
+            lambda name: open_view(spec.checkpoints[name], spec.checkpoint_dirs[name])
+        )
 
     def trace(self) -> None:
         """One prefill and one decode under the auditor's eyes. Only after the start: what an update leaves is
@@ -66,8 +70,7 @@ class _Player:
         folder = Path(spec.output) / observation
         match collector:
             case "tensors":
-                reader = open_view(spec.checkpoints[self.loaded], spec.checkpoint_dirs[self.loaded])
-                self.auditor.observe(folder, rank, observation, reader)
+                self.auditor.observe(folder, rank, observation, self._reader(self.loaded))
             case "generations" | "gsm8k":
                 prompts = read_prompts(Path(spec.prompts[collector]), engine)
                 path = folder / f"{collector}.jsonl"
