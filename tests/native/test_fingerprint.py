@@ -5,6 +5,8 @@ import hashlib
 import operator
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from collectors.row_sums import ROW_BYTES, SUMS, keys, row_sums, splitmix64
 
 torch.set_num_threads(1)
 
+REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TWO_LEVELS = 64 * ROW_BYTES + 1  # bytes of the smallest leaf whose sums are hashed again
 MASK = (1 << 64) - 1
@@ -137,6 +140,20 @@ def test_products_are_exact_where_they_are_largest() -> None:
     assert torch.equal(sums.to(torch.int64), rows.to(torch.int64) @ key)
 
 
+def test_bits_are_the_same_on_a_processor_without_vnni() -> None:
+    script = (
+        "import torch; from collectors.fingerprint import fingerprint; from collectors.row_sums import keys; "
+        "key = keys(0, torch.device('cpu')).T; "
+        "print(fingerprint(torch.where(key > 0, 127, -128).to(torch.int8)))"
+    )
+    environment = {"PYTHONPATH": str(REPOSITORY), "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    key = keys(0, CPU).T
+    assert done.stdout.strip() == fingerprint(torch.where(key > 0, 127, -128).to(torch.int8))
+
+
 def test_bits_are_pinned() -> None:
     """Stored references are compared with later runs: a change of these bits must be deliberate."""
     data = torch.arange(300_000, dtype=torch.int32)
@@ -192,10 +209,13 @@ def test_memory_that_is_not_aligned() -> None:
 
 
 def test_lazy_conjugation_and_negation_are_resolved() -> None:
-    z = random_tensor(torch.float32, 20, 30, 2)
-    z = torch.view_as_complex(z.nan_to_num())
+    z = torch.view_as_complex(random_tensor(torch.float32, 20, 30, 2).nan_to_num())
     assert fingerprint(z.conj()) == fingerprint(z.conj().resolve_conj()) != fingerprint(z)
-    assert fingerprint(z.conj().imag) == fingerprint(z.conj().imag.clone())
+    x = random_tensor(torch.float32, 20, 30).nan_to_num()
+    for view in (x, x.t()):
+        negated = torch._neg_view(view)
+        assert negated.is_neg()
+        assert fingerprint(negated) == fingerprint(-view) != fingerprint(view)
 
 
 def test_scalars_empty_and_dtypes_of_equal_bytes() -> None:
@@ -404,6 +424,24 @@ def test_the_byte_that_all_bytes_equal(nbytes: int, byte: int) -> None:
         assert fingerprints([other])[0].const is None
 
 
+def test_flags_of_a_leaf_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in the first piece only; two pieces, each of one byte, that differ."""
+    monkeypatch.setattr(leaves, "_PIECE", ROW_BYTES)
+    values = torch.zeros(3, 3000).t()
+    assert (fingerprints([values])[0].nan, fingerprints([values])[0].const) == (False, 0)
+    values[0, 0] = float("nan")
+    assert fingerprints([values])[0].nan
+    halves = torch.zeros(ROW_BYTES // 4, 8, dtype=torch.uint8)
+    halves[:, 4:] = 1
+    assert fingerprints([halves.t()])[0].const is None
+
+
+def test_nan_before_a_tail() -> None:
+    values = torch.zeros(40_001)
+    values[0] = float("nan")
+    assert fingerprints([values])[0].nan
+
+
 def test_constant_slices_of_different_bytes_are_not_constant() -> None:
     stack = torch.zeros(3, 4, 5, dtype=torch.uint8)
     assert fingerprints([stack])[0].const == 0
@@ -433,5 +471,6 @@ def test_temporary_memory_is_bounded() -> None:
     """Half of the tensor: glibc keeps up to 64 MiB of freed memory, which no piece of 4 MiB explains."""
     large = torch.ones(256 << 20, dtype=torch.uint8)
     fingerprint(large[:1000])
-    for view in (large, large[1:], large.view(8192, -1).t(), large.view(2, 4, -1).transpose(1, 2)):
+    views = [large, large[1:], large.view(8192, -1).t(), large.view(2, 4, -1).transpose(1, 2)]
+    for view in (*views, large.view(2, -1)[:, 1:]):
         assert peak_growth(view) < 128 << 20, view.stride()

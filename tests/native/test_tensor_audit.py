@@ -194,10 +194,17 @@ def test_vacuous_tensors_have_no_bytes_and_say_why(tmp_path: Path) -> None:
     engine = Engine(Checkpoint())
     engine.model.empty = torch.empty(0)
     engine.model.meta = torch.empty(4, device="meta")
+    engine.model.lazy = nn.UninitializedParameter()
     engine.model.released = torch.ones(4)
     engine.model.released.untyped_storage().resize_(0)
     found = tensors(observe(engine, tmp_path))
-    assert [found[f"target:{name}"]["nbytes"] for name in ("empty", "meta", "released")] == [0, 0, 0]
+    assert [found[f"target:{name}"]["nbytes"] for name in ("empty", "lazy", "meta", "released")] == [
+        0,
+        0,
+        0,
+        0,
+    ]
+    assert found["target:lazy"]["class"] == "weight"
     assert found["target:empty"]["fp"] == fingerprint(torch.empty(0))
     assert found["target:meta"]["fp"] is found["target:released"]["fp"] is None
     assert found["target:meta"]["reason"].endswith("no bytes to audit: it is on the meta device")

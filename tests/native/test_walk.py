@@ -255,6 +255,15 @@ def test_module_and_functions_lead_to_their_package(monkeypatch: pytest.MonkeyPa
     assert path_of(held, with_attribute(function)) == "global:kernels_pkg.moe.WORKSPACE"
 
 
+def test_packages_that_globals_import_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's globals lead everywhere: web servers, tokenizers, other engines."""
+    elsewhere = types.ModuleType("zz_elsewhere")
+    elsewhere.STATE = torch.ones(3)
+    monkeypatch.setitem(sys.modules, "zz_elsewhere", elsewhere)
+    monkeypatch.setattr(sys.modules[__name__], "ELSEWHERE", elsewhere, raising=False)
+    assert list(found(with_attribute(Kernel()))) == []
+
+
 # Aliases -------------------------------------------------------------------------------------------
 
 
@@ -277,6 +286,21 @@ def test_every_name_of_a_view_is_recorded_once() -> None:
         ("draft:flat", "draft", []),
     ]
     assert tensors[0].storage == tensors[1].storage != 0
+
+
+def test_an_alias_met_twice_is_listed_once() -> None:
+    held, other = torch.ones(2), torch.zeros(2)
+    tensors = found(with_attribute([TwoTensor(held, other), TwoTensor(held, other.clone())]))
+    assert tensors["target:x[0].a"].aliases == ["target:x[1].a"]
+
+
+def test_paths_stay_unique_where_names_collide() -> None:
+    module = with_attribute(types.SimpleNamespace(y=torch.ones(1)))
+    object.__setattr__(module, "x.y", torch.ones(2))
+    assert {path: len(one.tensor) for path, one in found(module).items()} == {
+        "target:x.y": 2,
+        "target:x.y#2": 1,
+    }
 
 
 def test_equal_views_of_other_dtype_offset_or_stride_are_tensors_of_their_own() -> None:
@@ -325,6 +349,8 @@ def test_paths_do_not_depend_on_the_order_of_assignment() -> None:
     first.a, first.b, first.w = shared, shared, nn.Parameter(torch.ones(3))
     second.w, second.b, second.a = nn.Parameter(torch.ones(3)), shared, shared
     assert list(found(first)) == list(found(second)) == ["target:w", "target:a{'t'}"]
+    second.v = second.w  # a tied parameter registered last, of a name that comes first
+    assert list(found(second)) == ["target:v", "target:a{'t'}"]
 
 
 def test_caches_are_named_by_arguments_not_by_recency() -> None:
