@@ -120,8 +120,12 @@ def gsm8k(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Reader) 
     want = reader.generations(other[1], "gsm8k") if other else {}
     name = other[0] if other else ""
     answers = _reference_answers(attempt)
-    if not got or not got.keys() <= answers.keys():
-        why = "no answers were recorded" if not got else "solutions of some questions are missing"
+    if not got or got.keys() != answers.keys():
+        why = (
+            "no answers were recorded"
+            if not got
+            else "the answers are not those to the questions that were asked"
+        )
         return Outcome("ERROR", expected, why, required=not attempt.is_proxy)
     right = {key: score(r["text"], answers[key]).flexible for key, r in got.items()}
     counts: dict[str, Any] = {"questions": len(got), "right": sum(right.values())}

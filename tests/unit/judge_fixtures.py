@@ -304,7 +304,13 @@ def _generations(checkpoint: str) -> list[Record]:
 
 def _gsm8k() -> list[Record]:
     return [
-        {"kind": "generation", "id": f"gsm8k-{i}", "token_ids": [i, 1], "top_logprobs": [], "text": "#### 0"}
+        {
+            "kind": "generation",
+            "id": f"gsm8k-{i:05d}",
+            "token_ids": [i, 1],
+            "top_logprobs": [],
+            "text": "#### 0",
+        }
         for i in range(QUESTIONS)
     ]
 

@@ -115,6 +115,13 @@ def test_a_proxy_without_the_questions_still_passes(tmp_path: Path) -> None:
     assert result["verdict"] == "PASS"
 
 
+def test_an_unanswered_question_is_an_error(tmp_path: Path) -> None:
+    world = World(real=True)
+    world.candidate.gsm8k["updated"].pop()
+    world.fresh["new"].gsm8k["fresh"] = list(world.candidate.gsm8k["updated"])
+    assert check(world.judge(tmp_path), "accuracy")["verdict"] == "ERROR"
+
+
 def test_solutions_of_other_questions_are_an_error(tmp_path: Path) -> None:
     world = World(real=True)
     world.questions = 3
