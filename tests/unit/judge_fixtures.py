@@ -309,7 +309,7 @@ def _gsm8k() -> list[Record]:
             "id": f"gsm8k-{i:05d}",
             "token_ids": [i, 1],
             "top_logprobs": [],
-            "text": "#### 0",
+            "text": "#### -1",
         }
         for i in range(QUESTIONS)
     ]
