@@ -21,9 +21,9 @@ VERBS = {
     "run": "run what is missing, judge, report (the default)",
     "plan": "validate and show layout, memory, steps, checks and scripts; run nothing, write nothing",
     "submit": "put the missing cells on a Slurm cluster and return; `run` later waits and reports",
-    "status": "[RUN] what the cells of a run, or of all runs, are doing",
-    "judge": "RUN    judge the records of a run again with the rules of today",
-    "report": "RUN   write and show the report of a run again",
+    "status": "what the cells of all runs are doing, or those of `status NAME`",
+    "judge": "`judge NAME`: judge the records of a run again with the rules of today",
+    "report": "`report NAME`: write and show the report of a run again",
 }
 EXAMPLES = """\
   python -m orchestrator +exp=kimi_k3_refit                     the whole table of one experiment

@@ -5,10 +5,8 @@ distinct choice of groups is composed once by Hydra's loader, and every job's va
 the same function that Hydra uses, so all problems of all jobs come back together.
 """
 
-import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,11 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, flag_override, open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.messages import explain, known_keys, unknown_key
+from orchestrator.messages import explain
+from orchestrator.overlay import Base
 from orchestrator.schema import Root
 
 CONFIG_NAME = "config"
@@ -166,34 +165,31 @@ class Composer:
     def _load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         return self._loader.load_configuration(CONFIG_NAME, list(overrides), mode)
 
-    def _compose_groups(self, choices: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
-        """The config of one choice of groups, and the choices that experiment files made beside them."""
+    def _compose_groups(self, choices: tuple[str, ...]) -> Base:
         config = self._load(choices, RunMode.RUN)
         made = {name: str(option) for name, option in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
-        return config, made
+        return Base(config, made)
 
     def _cell(self, job: tuple[str, ...], swept_keys: set[str]) -> Composed:
         cell = Composed(job)
         overrides = [self._parse(text) for text in job]
+        values = [override for override in overrides if not self._selects(override)]
         try:
-            base, made = self._base(tuple(t for t, o in zip(job, overrides, strict=True) if self._selects(o)))
+            base = self._base(tuple(t for t, o in zip(job, overrides, strict=True) if self._selects(o)))
         except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
             cell.problems.append(explain(error))
             return cell
-        cell.labels = {group: made[group] for group in GROUPS if group in made}
+        cell.labels = {group: base.choices[group] for group in GROUPS if group in base.choices}
         cell.labels |= {
-            o.key_or_group: o.get_value_element_as_str()
-            for o in overrides
-            if o.key_or_group in swept_keys and not self._selects(o)
+            o.key_or_group: o.get_value_element_as_str() for o in values if o.key_or_group in swept_keys
         }
-        values = [o for o in overrides if not self._selects(o)]
-        with _restored(base, {o.key_or_group.partition(".")[0] for o in values}):
-            for override in values:
-                cell.problems += _apply(override, base)
-            if not cell.problems:
-                _to_root(base, cell)
+        made = base.with_values(values)
+        if isinstance(made, Root):
+            cell.root = made
+        else:
+            cell.problems += made
         return cell
 
     def _selects(self, override: Override) -> bool:
@@ -202,41 +198,6 @@ class Composer:
 
 
 _composer = functools.cache(Composer)  # files of conf/ do not change while a process plans
-
-
-@contextmanager
-def _restored(config: DictConfig, sections: Iterable[str]) -> Iterator[None]:
-    """Puts the top-level `sections` back afterwards: copying only these is much cheaper than the whole."""
-    saved = {name: copy.deepcopy(config._get_node(name)) for name in sections if name in config}
-    try:
-        yield
-    finally:
-        with flag_override(config, "no_deepcopy_set_nodes", True):
-            for name, node in saved.items():
-                config[name] = node
-
-
-def _apply(override: Override, config: DictConfig) -> list[str]:
-    """Sets one value; returns what is wrong with it."""
-    parent, _, key = override.key_or_group.rpartition(".")
-    try:
-        known = known_keys(config, parent)
-        if known and key not in known:  # Hydra lets `+key=value` add keys even to typed nodes
-            return [unknown_key(override.key_or_group, known)]
-        ConfigLoaderImpl._apply_overrides_to_config([override], config)
-    except (HydraException, OmegaConfBaseException) as error:
-        return [explain(error, override.input_line)]
-    return []
-
-
-def _to_root(config: DictConfig, cell: Composed) -> None:
-    try:
-        root = OmegaConf.to_object(config)
-    except OmegaConfBaseException as error:
-        cell.problems.append(explain(error))
-        return
-    assert isinstance(root, Root), "the first entry of the defaults list of config.yaml is the schema"
-    cell.root = root
 
 
 def _sweeper_params(hydra: Any) -> list[str]:

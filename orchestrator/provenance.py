@@ -128,13 +128,6 @@ def _files_at(tree: Path, commit: str) -> Iterable[tuple[str, bytes]]:
                 yield member.name, content.read()
 
 
-def file_hash(key: str, path: Path) -> str:
-    try:
-        return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ProvenanceError(f"{key} is {path}, which cannot be read: {error.strerror}.") from error
-
-
 def folder_state(folder: Path) -> str | None:
     """Names, sizes and times of a checkpoint's files: cheap, and any rewrite changes it. None where the folder is
     not visible from this machine."""

@@ -67,6 +67,20 @@ def test_cells_of_a_sweep_do_not_leak_into_each_other() -> None:
     assert [one.root for one in swept] == [one.root for one in alone]
 
 
+def test_a_section_that_looks_at_another_follows_it(tmp_path: Path) -> None:
+    """Sections are shared between cells only when nothing outside of them can change their values."""
+    (tmp_path / "exp").mkdir()
+    text = (
+        "# @package _global_\npolicy: {step_timeout_s: '${parallelism.tp}'}\nname: x${checkpoints.old.seed}\n"
+    )
+    (tmp_path / "exp" / "mine.yaml").write_text(text)
+    overrides = ["+exp=mine", "parallelism.tp=1,2", "checkpoints.old.seed=7,8"]
+    cells = compose(overrides, multirun=True, config_dir=str(tmp_path))
+    roots = [cell.root for cell in cells if cell.root is not None]
+    assert [root.policy.step_timeout_s for root in roots] == [1, 1, 2, 2]
+    assert [root.name for root in roots] == ["x7", "x8", "x7", "x8"]
+
+
 def test_canonical_json_has_one_spelling() -> None:
     assert canonical({"b": [1, 2.5, "ü"], "a": None}) == canonical({"a": None, "b": [1, 2.5, "ü"]})
     assert canonical({"b": 1, "a": 2}) == b'{"a":2,"b":1}'
