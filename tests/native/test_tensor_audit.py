@@ -319,6 +319,23 @@ def test_parts_are_hashed_in_bounded_batches(tmp_path: Path, monkeypatch: pytest
     assert observe(engine, tmp_path, "batches")[1:] == want
 
 
+def test_slices_of_a_checkpoint_are_not_read_again_and_not_mixed_with_anothers(tmp_path: Path) -> None:
+    old, new = Checkpoint(0), Checkpoint(1)
+    engine = Engine(old)
+    auditor, reads = TensorAuditor(engine), []
+    for checkpoint in (old, new):
+        checkpoint.slice = lambda *key, inner=checkpoint.slice: reads.append(key) or inner(*key)
+    counts = []
+    for name, checkpoint in (("a", old), ("b", new), ("c", old)):
+        auditor.observe(tmp_path / name, 0, name, checkpoint)
+        counts.append(len(reads))
+    assert counts == [EXPERTS + 2, 2 * (EXPERTS + 2), 2 * (EXPERTS + 2)]
+    a, b, c = ([(r["expected"], r["cast"]) for r in parts(read(tmp_path / name)).values()] for name in "abc")
+    assert a == c
+    assert all(x != y for x, y in zip(a, b, strict=True) if x != (None, None))
+    assert source(read(tmp_path / "c")) == source(read(tmp_path / "a"))
+
+
 # Storage ---------------------------------------------------------------------------------------------
 
 
