@@ -56,7 +56,24 @@ def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
     for number, one in enumerate(local, 1):
         out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}", soft_wrap=True)
         chosen[one.id] = run_here(store, one)
-    return conclude(store, folder, chosen, out)
+    code = conclude(store, folder, chosen, out)
+    _mirror(store, [chosen[one.id] for one in missing if one.id in chosen], out)
+    return code
+
+
+def _mirror(store: Store, attempts: Sequence[Path], out: Console) -> None:
+    """Copies the results of these attempts into W&B; what it refuses is said and changes nothing."""
+    from orchestrator.report.wandb_mirror import MirrorError, mirror_attempt
+
+    folder = store.root / "wandb"
+    for attempt in attempts:
+        cell, result = read_json(attempt.parent / "cell.json"), store.result(attempt)
+        if result is None or not cell["wandb"]["enabled"]:
+            continue
+        try:
+            mirror_attempt(cell, result, folder)
+        except MirrorError as error:
+            out.print(f"{error}", soft_wrap=True)
 
 
 def _finished(store: Store, plan: Plan, missing: Sequence[Planned]) -> list[tuple[Planned, Json]]:

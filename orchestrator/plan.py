@@ -53,6 +53,7 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "code": arms,
         "collect": collect,
         "policy": asdict(root.policy),
+        "wandb": asdict(root.wandb),
         "cluster": {**asdict(root.cluster), "env": {k: str(v) for k, v in root.cluster.env.items()}},
     }
 

@@ -129,6 +129,14 @@ class Cluster:
 
 
 @dataclass
+class Wandb:
+    """The mirror of results; online when WANDB_API_KEY is set, else offline files in the store."""
+
+    enabled: bool = True
+    project: str = "refit-orchestrator"
+
+
+@dataclass
 class Root:
     name: str = "adhoc"
     store: str = "runs"
@@ -142,6 +150,7 @@ class Root:
     collect: Collect = field(default_factory=Collect)
     policy: Policy = field(default_factory=Policy)
     cluster: Cluster = field(default_factory=Cluster)
+    wandb: Wandb = field(default_factory=Wandb)
 
 
 ConfigStore.instance().store(name="schema", node=Root)

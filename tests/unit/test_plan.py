@@ -134,6 +134,7 @@ ONLY_EXECUTION = [
     ("cluster", "time", "01:00:00"),
     ("cluster", "exclude", "n1"),
     ("cluster", "memory_gb", 99.0),
+    ("wandb", "enabled", False),
 ]
 
 
