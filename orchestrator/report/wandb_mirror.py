@@ -40,7 +40,7 @@ def mirror_attempt(cell: Mapping[str, Any], result: Mapping[str, Any], folder: P
         tables = {"checks": CHECK_COLUMNS, "findings": FINDING_COLUMNS}
         run.log(
             {
-                name: wandb.Table(columns=[*columns], data=_rows(result[name], columns))
+                name: wandb.Table(columns=list[str | int](columns), data=_rows(result[name], columns))
                 for name, columns in tables.items()
             }
         )
