@@ -1,7 +1,7 @@
 """Mirrors finished attempts into W&B, from the records and after the fact: a killed run loses nothing."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def mirror_attempt(cell: Mapping[str, Any], result: Mapping[str, Any], folder: P
     return own
 
 
-def _rows(records: list[Mapping[str, Any]], columns: tuple[str, ...]) -> list[list[Any]]:
+def _rows(records: list[Mapping[str, Any]], columns: tuple[str, ...]) -> list[Iterable[Any]]:
     return [[str(record.get(column, "")) for column in columns] for record in records]
 
 

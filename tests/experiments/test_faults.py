@@ -5,7 +5,7 @@ import pytest
 from tests.experiments.conftest import Orchestrate
 from workloads import faults
 
-EXPERIMENT = ("+exp=kimi_k3_refit", "parallelism=tp2_dp2_ep4", "collect=tensors")  # sweeps three load paths
+EXPERIMENT = ("+exp=kimi_k3_refit", "parallelism=tp2", "collect=tensors")  # sweeps three load paths
 
 DIAGNOSIS = {
     "lazy_finalize": "finalised_late",
