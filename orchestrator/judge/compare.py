@@ -33,7 +33,15 @@ def compare(observed: Audit, expected: Audit) -> tuple[Counter[str], list[Differ
                 found.append(Difference(path, "missing", None, want))
             continue
         got = have.get(path) or observed.find(path)
-        if got is not None and _identical(got, want):
+        if (  # the fast path: the same bytes in the same form, and bytes there are
+            got is not None
+            and got["fp"] == want["fp"]
+            and got["shape"] == want["shape"]
+            and got["stride"] == want["stride"]
+            and got["dtype"] == want["dtype"]
+            and got.get("aliases") == want.get("aliases")
+            and want["nbytes"]
+        ):
             equal += 1
             continue
         status = _status(got, want)
@@ -44,18 +52,6 @@ def compare(observed: Audit, expected: Audit) -> tuple[Counter[str], list[Differ
     counts.update(d.status for d in found if d.status == "extra" or _is_handle(d))
     counts["equal"] += equal
     return counts, found
-
-
-def _identical(got: Record, want: Record) -> bool:
-    """The fast path: the same bytes in the same form, and bytes there are."""
-    return bool(
-        got["fp"] == want["fp"]
-        and got["shape"] == want["shape"]
-        and got["stride"] == want["stride"]
-        and got["dtype"] == want["dtype"]
-        and got.get("aliases") == want.get("aliases")
-        and want["nbytes"]
-    )
 
 
 def _status(got: Record | None, want: Record) -> str:

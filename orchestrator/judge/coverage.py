@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from orchestrator.judge.compare import ADDRESSED
 from orchestrator.judge.records import Audit
 
 
@@ -30,8 +29,5 @@ class Coverage:
             names = (f"{source['root']}:{name}" for name in source.get("missing", ()))
             self.missing.update(dict.fromkeys(names, audit.rank))
         self.unreachable += len(audit.unreachable)
-        for tensor in audit.tensors.values():
-            if not tensor["nbytes"]:
-                self.vacuous += tensor["class"] in ADDRESSED
-            elif tensor["class"] == "unclassified":
-                self.unclassified += 1
+        self.vacuous += audit.vacuous
+        self.unclassified += len(audit.unclassified)

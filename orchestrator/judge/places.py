@@ -26,37 +26,54 @@ class Places:
     def __init__(self, observation: Path, reference: Path | None, ranks: int) -> None:
         self._sources = [(observation, _EXPECTED)] + ([(reference, _WHOLE)] if reference else [])
         self._ranks = ranks
-        self._index: dict[bytes, list[tuple[Path, int, int]]] | None = None  # path, rank, offset of the line
+        self._files: list[_File] | None = None
 
     def of(self, record: Record, rank: int) -> list[Place]:
         """Places of the bytes of a tensor or part, those on `rank` first; empty when they prove nothing."""
         if not is_distinct(record):
             return []
-        if self._index is None:
-            self._index = self._search()
-        hits = self._index.get(record["fp"].encode(), ())
-        places = distinct_places([place for hit in hits for place in _place(record["fp"], *hit)])
+        if self._files is None:
+            self._files = list(self._open())
+        fp = record["fp"]
+        places = distinct_places([place for file in self._files for place in file.places(fp)])
         return sorted(places, key=lambda place: place.rank != rank)
 
-    def _search(self) -> dict[bytes, list[tuple[Path, int, int]]]:
-        index: dict[bytes, list[tuple[Path, int, int]]] = {}
+    def _open(self) -> Iterator["_File"]:
         for folder, pattern in self._sources:
             for rank in range(self._ranks):
                 path = rank_file(folder, "tensors", rank)
                 if path.is_file():  # a missing one is a problem of its own
-                    data = path.read_bytes()
-                    for match in pattern.finditer(data):
-                        line = data.rfind(b"\n", 0, match.start()) + 1
-                        index.setdefault(match[1], []).append((path, rank, line))
-        return index
+                    yield _File(path, rank, pattern)
 
 
-def _place(fp: str, path: Path, rank: int, offset: int) -> Iterator[Place]:
-    """The place for which the line at `offset` expects `fp`; none when it merely holds it, perhaps wrongly."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        record = orjson.loads(file.readline())
-    if record["kind"] == "part" and record["expected"] == fp:
-        yield Place(rank, record["tensor"], record["part"])
-    elif record["kind"] == "tensor" and is_distinct(record):
-        yield Place(rank, record["path"], "")
+class _File:
+    """One rank's records: which fingerprints occur, and, once one is asked for, in which lines."""
+
+    def __init__(self, path: Path, rank: int, pattern: re.Pattern[bytes]) -> None:
+        self._path, self._rank, self._pattern = path, rank, pattern
+        self._present = frozenset(pattern.findall(path.read_bytes()))
+        self._lines: dict[bytes, list[int]] | None = None
+
+    def places(self, fp: str) -> Iterator[Place]:
+        """Places for which a line expects `fp`; not those that merely hold it, perhaps wrongly."""
+        key = fp.encode()
+        if key not in self._present:
+            return
+        if self._lines is None:
+            self._lines = self._find_lines()
+        with self._path.open("rb") as file:
+            for offset in self._lines[key]:
+                file.seek(offset)
+                record = orjson.loads(file.readline())
+                if record["kind"] == "part" and record["expected"] == fp:
+                    yield Place(self._rank, record["tensor"], record["part"])
+                elif record["kind"] == "tensor" and is_distinct(record):
+                    yield Place(self._rank, record["path"], "")
+
+    def _find_lines(self) -> dict[bytes, list[int]]:
+        """Offsets of the lines in which each fingerprint occurs."""
+        data = self._path.read_bytes()
+        lines: dict[bytes, list[int]] = {}
+        for match in self._pattern.finditer(data):
+            lines.setdefault(match[1], []).append(data.rfind(b"\n", 0, match.start()) + 1)
+        return lines

@@ -41,8 +41,12 @@ class Problem:
 
 @dataclass(slots=True)
 class Audit:
-    """One rank's tensors of one observation. whole: the file was read without a problem. parts: by tensor
-    path, then by part name."""
+    """One rank's tensors of one observation.
+
+    whole: the file was read without a problem. parts: by tensor path, then by part name. repeated: records of
+    a path that has one already. vacuous: tensors that should be compared and have no bytes. unclassified,
+    unhashed: paths.
+    """
 
     rank: int
     whole: bool = True
@@ -51,6 +55,10 @@ class Audit:
     parts: dict[str, dict[str, Record]] = field(default_factory=dict)
     sources: list[Record] = field(default_factory=list)
     unreachable: list[Record] = field(default_factory=list)
+    repeated: int = 0
+    vacuous: int = 0
+    unclassified: list[str] = field(default_factory=list)
+    unhashed: list[str] = field(default_factory=list)
     _by_alias: dict[str, Record] | None = None
 
     def find(self, path: str) -> Record | None:
@@ -100,6 +108,15 @@ class Reader:
 
     def records(self, path: Path, rank: int | None = None, ends: bool = True) -> list[Record]:
         """Every whole record of a file, without `end`. ends: whether a complete file closes with `end`."""
+        values = self._values(path, rank, ends)
+        found = [value for value in values if _is_record(value)]
+        if len(found) < len(values):
+            text = f"{len(values) - len(found)} lines are JSON but no records (an object with a `kind`)."
+            self.report("bad_record", path, rank, text)
+        return found
+
+    def _values(self, path: Path, rank: int | None, ends: bool) -> list[Any]:
+        """What every whole line of a file holds, without `end`."""
         try:
             data = path.read_bytes()
         except FileNotFoundError:
@@ -109,27 +126,18 @@ class Reader:
             return []
         lines = data.split(b"\n")
         partial = lines.pop()
-        found = self._parse(path, rank, lines)
-        if partial:
-            text = f"the last line is partial ({len(partial)} bytes): the writer was killed while writing."
-            self.report("cut_short", path, rank, text)
-        elif ends and not (found and found[-1].get("kind") == "end"):
-            self.report("cut_short", path, rank, "there is no `end` record: the writer did not finish.")
-        if found and found[-1].get("kind") == "end":
-            found.pop()
-        return found
-
-    def _parse(self, path: Path, rank: int | None, lines: list[bytes]) -> list[Record]:
         loads = orjson.loads
         try:
             found = [loads(line) for line in lines]
         except orjson.JSONDecodeError:
             found = self._parse_broken(path, rank, lines)
-        whole = [record for record in found if type(record) is dict and "kind" in record]
-        if len(whole) != len(found):
-            text = f"{len(found) - len(whole)} lines are JSON but no records (an object with a `kind`)."
-            self.report("bad_record", path, rank, text)
-        return whole
+        ended = bool(found) and _is_record(found[-1]) and found[-1]["kind"] == "end"
+        if partial:
+            text = f"the last line is partial ({len(partial)} bytes): the writer was killed while writing."
+            self.report("cut_short", path, rank, text)
+        elif ends and not ended:
+            self.report("cut_short", path, rank, "there is no `end` record: the writer did not finish.")
+        return found[:-1] if ended else found
 
     def _parse_broken(self, path: Path, rank: int | None, lines: list[bytes]) -> list[Any]:
         found = []
@@ -155,34 +163,33 @@ class Reader:
         """The tensors of one rank; `folder` is an observation's."""
         path = rank_file(folder, "tensors", rank)
         audit = Audit(rank)
-        records = self.records(path, rank)
+        values = self._values(path, rank, ends=True)
         bad = 0
-        for record in records:
-            kind = record["kind"]
-            if kind == "tensor" and record.keys() >= _TENSOR_KEYS:
-                audit.tensors[record["path"]] = record
-            elif kind == "part" and record.keys() >= _PART_KEYS:
-                _add_part(audit, record)
-            elif kind == "source" and record.keys() >= _SOURCE_KEYS:
-                audit.sources.append(record)
+        for value in values:  # the only pass over them all: each one costs as much as a third of parsing
+            kind = value["kind"] if _is_record(value) else None
+            if kind == "tensor" and value.keys() >= _TENSOR_KEYS:
+                _add_tensor(audit, value)
+            elif kind == "part" and value.keys() >= _PART_KEYS:
+                _add_part(audit, value)
+            elif kind == "source" and value.keys() >= _SOURCE_KEYS:
+                audit.sources.append(value)
             elif kind == "unreachable":
-                audit.unreachable.append(record)
+                audit.unreachable.append(value)
             elif kind == "header":
-                audit.header = record
+                audit.header = value
             else:
                 bad += 1
         if bad:
             text = f"{bad} records have an unknown kind, lack keys, or follow `end` (two runs in one file)."
             self.report("bad_record", path, rank, text)
-        if records:
-            self._check_audit(path, audit, records)
+        if values:
+            self._check_audit(path, audit)
         audit.whole = path not in self._broken
         return audit
 
-    def _check_audit(self, path: Path, audit: Audit, records: list[Record]) -> None:
-        tensors = sum(record["kind"] == "tensor" for record in records)
-        if len(audit.tensors) < tensors and path not in self._broken:
-            text = f"{tensors - len(audit.tensors)} tensors are recorded twice under one path."
+    def _check_audit(self, path: Path, audit: Audit) -> None:
+        if audit.repeated:
+            text = f"{audit.repeated} tensors are recorded twice under one path."
             self.report("bad_record", path, audit.rank, text)
         header = audit.header
         if header.get("rank") != audit.rank or header.get("observation") != path.parent.name:
@@ -192,15 +199,9 @@ class Reader:
         if roots != header.get("root_count", roots):
             text = f"the header announces {header['root_count']} roots and {roots} have totals."
             self.report("bad_record", path, audit.rank, text)
-        unhashed = [t["path"] for t in audit.tensors.values() if t["fp"] is None and _owes_hash(t)]
-        unhashed += [
-            name
-            for parts in audit.parts.values()
-            for name, p in parts.items()
-            if p["fp"] is None and p["nbytes"]
-        ]
-        if unhashed:
-            text = f"{len(unhashed)} tensors or parts that must be compared have no fingerprint, e.g. {unhashed[0]}."
+        if audit.unhashed:
+            count, first = len(audit.unhashed), audit.unhashed[0]
+            text = f"{count} tensors or parts that must be compared have no fingerprint, e.g. {first}."
             self.report("unhashed", path, audit.rank, text)
 
     def generations(self, folder: Path, stem: str) -> dict[str, Record]:
@@ -219,13 +220,29 @@ class Reader:
         return found
 
 
-def _add_part(audit: Audit, record: Record) -> None:
-    parts = audit.parts.setdefault(record["tensor"], {})
-    name = record["part"]
+def _is_record(value: Any) -> bool:
+    return type(value) is dict and "kind" in value
+
+
+def _add_tensor(audit: Audit, tensor: Record) -> None:
+    path, class_ = tensor["path"], tensor["class"]
+    audit.repeated += path in audit.tensors
+    audit.tensors[path] = tensor
+    if class_ not in COMPARED:
+        return
+    if not tensor["nbytes"]:
+        audit.vacuous += 1
+    elif tensor["fp"] is None:
+        audit.unhashed.append(path)
+    if class_ == "unclassified" and tensor["nbytes"]:
+        audit.unclassified.append(path)
+
+
+def _add_part(audit: Audit, part: Record) -> None:
+    parts = audit.parts.setdefault(part["tensor"], {})
+    name = part["part"]
     if name in parts:  # several padding regions of one tensor share a name
         name = f"{name}#{len(parts)}"
-    parts[name] = record
-
-
-def _owes_hash(tensor: Record) -> bool:
-    return bool(tensor["nbytes"]) and tensor["class"] in COMPARED
+    parts[name] = part
+    if part["fp"] is None and part["nbytes"]:
+        audit.unhashed.append(f"{part['tensor']} [{name}]")

@@ -82,9 +82,9 @@ class TensorJudge:
     def _cover(self, name: str, audit: Audit) -> None:
         """Adds to the totals of an observation, and names what has no class."""
         self.coverage[name].add(audit)
-        for path, tensor in audit.tensors.items():
-            if tensor["class"] == "unclassified" and tensor["nbytes"]:
-                self._find(name, Cause("unclassified", audit.rank, path, note=tensor.get("reason", "")))
+        for path in audit.unclassified:
+            note = audit.tensors[path].get("reason", "")
+            self._find(name, Cause("unclassified", audit.rank, path, note=note))
         for storage in audit.unreachable:
             path = f"{UNREACHABLE}:storage.{storage.get('dtype')} {storage.get('shape')}"
             self._find(name, Cause("unclassified", audit.rank, path, note=f"read by {storage.get('op')}"))

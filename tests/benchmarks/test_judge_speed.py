@@ -1,4 +1,5 @@
-"""How fast a whole comparison is judged, beside merely parsing its files; prints one JSON line.
+"""How fast a whole comparison is judged, beside merely parsing its files; prints one JSON line. Seconds are
+processor time, so that a busy machine does not matter.
 
 Full size: `python -m tests.benchmarks.test_judge_speed 16 20000`.
 """
@@ -99,9 +100,9 @@ def measure(root: Path, ranks: int, tensors: int, noise: str) -> dict[str, Any]:
     ):
         best = []
         for _ in range(2 if name != "json" else 1):
-            start = time.perf_counter()
+            start = time.process_time()
             outcome = action()
-            best.append(time.perf_counter() - start)
+            best.append(time.process_time() - start)
         seconds[name] = min(best)
     return {
         "ranks": ranks,
@@ -124,6 +125,7 @@ def test_judging_costs_little_more_than_parsing(tmp_path: Path) -> None:
     assert (equal["verdict"], equal["findings"]) == ("PASS", [])
     assert (other["verdict"], other["findings"]) == ("FAIL", ["uninitialised"])
     assert equal["judge_over_orjson"] < 3.5
+    assert other["judge_over_orjson"] < 4.5
     assert equal["judge_s"] < equal["json_parse_s"]
 
 
