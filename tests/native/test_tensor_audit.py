@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from collectors.fingerprint import fingerprint
-from collectors.tensors import TensorAuditor, numeric_cast
+from collectors.parts import numeric_cast
+from collectors.tensors import TensorAuditor
 from collectors.trace import StorageTrace
 from orchestrator.judge.records import Reader
 from workloads.engines.protocol import Part, Rule
@@ -315,7 +316,7 @@ def test_a_source_in_two_tensors_counts_once_and_an_alias_covers(tmp_path: Path)
 def test_parts_are_hashed_in_bounded_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(Checkpoint())
     want = observe(engine, tmp_path, "whole")[1:]
-    monkeypatch.setattr("collectors.tensors._PARTS_AT_ONCE", 100)
+    monkeypatch.setattr("collectors.parts._PARTS_AT_ONCE", 100)
     assert observe(engine, tmp_path, "batches")[1:] == want
 
 
