@@ -1,6 +1,7 @@
 """Gathers generations of fixed prompts: token ids, raw top-k log-probabilities and text."""
 
 import json
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -31,9 +32,21 @@ def gather_generations(
     _require_tokens(prompts, generations)
     with RecordWriter(path) as writer:
         for generation in generations:
-            text = engine.tokenizer.decode(generation.token_ids)
-            writer.write("generation", {**asdict(generation), "text": text})
+            writer.write("generation", _record(generation, engine))
         writer.write("summary", {"prompts": len(prompts), "seconds": time.perf_counter() - started})
+
+
+def _record(generation: Generation, engine: Engine) -> dict[str, object]:
+    """All fields, and the text. JSON has no NaN: a log-probability that is no finite number becomes null."""
+    finite = [
+        [(token, value if math.isfinite(value) else None) for token, value in candidates]
+        for candidates in generation.top_logprobs
+    ]
+    return {
+        **asdict(generation),
+        "top_logprobs": finite,
+        "text": engine.tokenizer.decode(generation.token_ids),
+    }
 
 
 def _require_tokens(prompts: list[Prompt], generations: list[Generation]) -> None:
