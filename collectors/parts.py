@@ -45,7 +45,7 @@ def audit_parts(
     """
     totals = _Totals(root, audited, slices)
     for batch in _batches(parts, reader, slices):
-        for record in _part_records(batch, slices):
+        for record in _part_records(batch, slices, reader):
             yield "part", record
         totals.add(batch)
     yield "source", totals.record()
@@ -116,8 +116,9 @@ def _batches(parts: Iterable[Part], reader: CheckpointReader, known: Slices) -> 
         yield batch
 
 
-def _part_records(batch: Sequence[_Piece], slices: Slices) -> Iterator[Record]:
-    """Records of a batch; the digests of what was read for it are left in `slices`."""
+def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointReader) -> Iterator[Record]:
+    """Records of a batch; the digests of what was read for it are left in `slices`. A part that is not what it
+    should be is looked at once more: are its bytes the right ones in another order?"""
     new = [(piece.key, piece.read) for piece in batch if piece.key is not None and piece.read is not None]
     casts = [numeric_cast(read) if _is_scale(key, read) else None for key, read in new]
     digests = _digests_of([*(piece.value for piece in batch), *(read for _, read in new), *casts])
@@ -128,18 +129,31 @@ def _part_records(batch: Sequence[_Piece], slices: Slices) -> Iterator[Record]:
         slices[key] = Slice(digest.fp, cast.fp if cast else None, read.nbytes)
     for piece, value in zip(batch, values, strict=True):
         expected = slices[piece.key] if piece.key is not None else None
+        differs = expected is not None and value is not None and value.fp != expected.fp
         yield {
             "tensor": piece.part.tensor,
             "part": piece.part.name,
             "fp": value.fp if value else None,
             "expected": expected.fp if expected else None,
             "cast": expected.cast if expected else None,
+            "permuted": differs and _is_permuted(piece, reader),
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
             "const": value.const if value else None,
             "padding_value": piece.part.padding_value,
         }
+
+
+def _is_permuted(piece: _Piece, reader: CheckpointReader) -> bool:
+    """Whether every byte value occurs as often in the live part as in its checkpoint slice."""
+    assert piece.key is not None, "only parts with a source are held against the checkpoint"
+    assert piece.value is not None, "only parts with bytes are held against the checkpoint"
+    counts = [
+        torch.bincount(tensor.contiguous().reshape(-1).view(torch.uint8), minlength=256).cpu()
+        for tensor in (piece.value, reader.slice(*piece.key))
+    ]
+    return torch.equal(*counts)
 
 
 def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:

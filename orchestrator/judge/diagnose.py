@@ -129,6 +129,8 @@ def _part_code(view: View, path: str, part: Record, before: Record | None) -> tu
     places = view.places(part, view.observed.rank)
     if places:
         return "found_elsewhere", describe_place(places[0], part, view.observed.rank)
+    if part.get("permuted"):
+        return "wrong_layout", "its bytes are those of the checkpoint, in another order"
     tensor = view.observed.find(path)
     if tensor is not None and tensor["nan"]:
         return "uninitialised", "it holds NaN"

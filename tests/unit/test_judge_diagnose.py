@@ -161,6 +161,17 @@ def test_permuted_slices_without_parts(tmp_path: Path) -> None:
     assert "slice 0 holds what belongs in slice 1" in finding["detail"]
 
 
+def test_parts_whose_bytes_are_permuted(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        for part in audit.parts[fx.EXPERTS].values():
+            if part["source"] is not None:
+                part |= {"fp": fx.fp("permuted", part["expected"]), "permuted": True}
+        audit.refresh(fx.EXPERTS)
+    finding = primary(world, tmp_path, "wrong_layout")
+    assert "right bytes in the wrong order" in finding["detail"]
+
+
 def test_right_parts_in_the_wrong_order(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated"):
