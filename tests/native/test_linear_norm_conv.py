@@ -6,6 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
+from workloads.kernels import blocks
 from workloads.kernels import linear as linear_module
 from workloads.kernels.conv import conv_decode, conv_prefill, tap_major_weight
 from workloads.kernels.linear import linear, linear_partial, round_to_bf16
@@ -115,7 +116,7 @@ def test_linear_does_not_depend_on_sharding_batch_or_blocks(monkeypatch: pytest.
     assert torch.equal(round_to_bf16(parts[0] + parts[1] + parts[2] + parts[3]), whole)
     assert torch.equal(torch.cat([linear(x, part) for part in weight.chunk(3)], dim=1), whole)
     assert torch.equal(torch.cat([linear(row, weight) for row in x.chunk(64)]), whole)
-    monkeypatch.setattr(linear_module, "_TOKENS", 5)
+    monkeypatch.setattr(blocks, "ROWS", 5)
     assert torch.equal(linear(x, weight), whole)
     monkeypatch.setattr(linear_module, "_WEIGHT_BYTES", 7 * 8 * 512)  # blocks of 7 rows, the last one of 5
     assert torch.equal(linear(x, weight), whole)

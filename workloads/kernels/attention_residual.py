@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import round_to_bf16
 from workloads.kernels.norm import rms_scale
 
@@ -25,6 +26,10 @@ def attention_residual_mix(
     if not blocks:
         return prefix
     direction = norm_weight.to(torch.float64) * proj_weight.to(torch.float64).view(-1)
-    streams = torch.stack([*blocks, prefix]).to(torch.float64)
-    logits = (streams @ direction).unsqueeze(-1) * rms_scale(streams, eps)
-    return round_to_bf16((logits.softmax(dim=0) * streams).sum(dim=0))
+
+    def mixed(*rows: torch.Tensor) -> torch.Tensor:
+        streams = torch.stack(rows).to(torch.float64)
+        logits = (streams @ direction).unsqueeze(-1) * rms_scale(streams, eps)
+        return round_to_bf16((logits.softmax(dim=0) * streams).sum(dim=0))
+
+    return by_rows(mixed, *blocks, prefix)

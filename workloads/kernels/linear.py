@@ -2,8 +2,9 @@
 
 import torch
 
+from workloads.kernels.blocks import by_rows
+
 _WEIGHT_BYTES = 64 << 20  # float64 copy of the weight rows that are multiplied at once
-_TOKENS = 512  # multiplied at once
 _DROPPED = (1 << 42) - 1  # low significand bits of a float64 that one sticky bit stands for
 
 
@@ -50,10 +51,5 @@ def linear_partial(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x BF16 [T,K] times weight BF16 [N,K] transposed, as BF16 [T,N]: summed in float64, rounded once.
-
-    Tokens are taken a block at a time, whose float64 sums stay in the cache until they are rounded.
-    """
-    if x.shape[0] <= _TOKENS:
-        return round_to_bf16(linear_partial(x, weight))
-    return torch.cat([round_to_bf16(linear_partial(block, weight)) for block in torch.split(x, _TOKENS)])
+    """x BF16 [T,K] times weight BF16 [N,K] transposed, as BF16 [T,N]: summed in float64, rounded once."""
+    return by_rows(lambda block: round_to_bf16(linear_partial(block, weight)), x)

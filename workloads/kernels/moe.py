@@ -10,7 +10,8 @@ exponents within the row, and 53 are there (a spread of 2^19 at K = 3584). An ex
 order, so neither batch shape nor sharding nor thread count can change a result.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from workloads.kernels import mega_moe_layout as layout
 from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.blocks import ROWS
 from workloads.kernels.moe_dispatch import combine, dispatch
 from workloads.kernels.quantization import dequantize_fp8_rows, dequantize_mxfp4, quantize_fp8_rows
 
@@ -186,25 +188,44 @@ def _forward(
 ) -> Tensor:
     """Dispatch, run the local experts that received rows, combine. w13, w2: float64 matrices of a local expert.
 
-    What is elementwise is done for the rows of all experts at once; for a few tokens the number of operations is
-    what costs. The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the
+    The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the
     combine would round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
     """
     q, scales = quantize_fp8_rows(x)
     rows = dispatch(q, scales, topk_idx, topk_weights, num_experts, group)
-    if not rows.topk_weight.numel():
-        return combine(x.new_empty((0, x.shape[1]), dtype=torch.bfloat16), rows.routes)
-    gate_up = _per_expert(dequantize_fp8_rows(rows.x, rows.x_scale), w13, rows.counts)
-    gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
-    hidden = situ(gate, up, activation) * rows.topk_weight.to(torch.float64).unsqueeze(-1)
-    out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, rows.counts)
-    return combine(out.to(torch.bfloat16), rows.routes)
+    w13, w2 = lru_cache(maxsize=1)(w13), lru_cache(maxsize=1)(w2)  # an expert's blocks follow one another
+    outputs = [x.new_empty((0, x.shape[1]), dtype=torch.bfloat16)]
+    for part, counts in _tasks(rows.counts):
+        gate_up = _per_expert(dequantize_fp8_rows(rows.x[part], rows.x_scale[part]), w13, counts)
+        gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
+        hidden = situ(gate, up, activation) * rows.topk_weight[part].to(torch.float64).unsqueeze(-1)
+        out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, counts)
+        outputs.append(out.to(torch.bfloat16))
+    return combine(torch.cat(outputs), rows.routes)
 
 
-def _per_expert(rows: Tensor, matrix: Callable[[int], Tensor], counts: list[int]) -> Tensor:
-    """float64 [R, K], counts[e] rows of expert e after those of the experts before it -> float64 [R, N]."""
-    parts = torch.split(rows, counts)
-    return torch.cat([part @ matrix(e).T for e, part in enumerate(parts) if counts[e]])
+def _tasks(counts: list[int]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
+    """Row ranges to compute together, each with its (expert, rows) in order.
+
+    For a few rows the number of operations is what costs, so that all experts' rows go together; many are computed
+    expert by expert in blocks that stay in the cache.
+    """
+    busy = [(e, count) for e, count in enumerate(counts) if count]
+    if 0 < sum(counts) <= ROWS:
+        yield slice(0, sum(counts)), busy
+        return
+    start = 0
+    for e, count in busy:
+        for first in range(start, start + count, ROWS):
+            last = min(first + ROWS, start + count)
+            yield slice(first, last), [(e, last - first)]
+        start += count
+
+
+def _per_expert(rows: Tensor, matrix: Callable[[int], Tensor], counts: list[tuple[int, int]]) -> Tensor:
+    """float64 [R, K], some rows of one expert after those of another -> float64 [R, N]."""
+    parts = torch.split(rows, [count for _, count in counts])
+    return torch.cat([part @ matrix(e).T for part, (e, _) in zip(parts, counts, strict=True)])
 
 
 def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:

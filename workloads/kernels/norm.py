@@ -2,6 +2,7 @@
 
 import torch
 
+from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import round_to_bf16
 
 
@@ -16,8 +17,13 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
     The weight is not offset by one, and nothing is rounded between the scale and the weight.
     """
-    wide = x.to(torch.float64)
-    return round_to_bf16(wide * rms_scale(wide, eps) * weight.to(torch.float64))
+    scale = weight.to(torch.float64)
+
+    def normalised(rows: torch.Tensor) -> torch.Tensor:
+        wide = rows.to(torch.float64)
+        return round_to_bf16(wide * rms_scale(wide, eps) * scale)
+
+    return by_rows(normalised, x)
 
 
 def l2_normalise(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:

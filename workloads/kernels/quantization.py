@@ -33,6 +33,7 @@ def _e2m1_pairs() -> Tensor:
 
 _E8M0_TABLE = _e8m0_table()
 _E2M1_PAIRS = _e2m1_pairs()
+_E4M3_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float64)  # by byte
 
 
 def _blocks(x: Tensor, size: int) -> Tensor:
@@ -82,7 +83,8 @@ def quantize_fp8_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 def dequantize_fp8_rows(q: Tensor, scales: Tensor) -> Tensor:
     """(float8_e4m3fn [..., K], UE8M0 uint8 [..., K/group]) -> float64 [..., K], exact."""
-    blocks = torch.unflatten(q.to(torch.float64), -1, (scales.shape[-1], -1))
+    values = _E4M3_VALUES.to(q.device).index_select(0, q.reshape(-1).view(torch.uint8).to(torch.int32))
+    blocks = values.view(*scales.shape, q.shape[-1] // scales.shape[-1])
     return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
 
 

@@ -32,6 +32,13 @@ class Segment:
         """One token after others takes the decode kernels; anything else is prefill."""
         return self.length == 1 and self.start > 0
 
+    def pieces(self, tokens: int) -> list["Segment"]:
+        """The segment cut into runs of at most `tokens` tokens."""
+        cuts = range(0, self.length, tokens)
+        return [
+            Segment(self.slot, self.start + i, min(tokens, self.length - i), self.offset + i) for i in cuts
+        ]
+
 
 class Batch:
     """Tokens of one data-parallel rank, the same on each of its tensor-parallel ranks, divided over them in

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import linear, linear_partial, round_to_bf16
 from workloads.kernels.norm import rms_norm
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
@@ -190,8 +191,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, hidden] -> BF16 [T, hidden]; the activation is computed in float64 and rounded once."""
-        if not len(x):
-            return x
+        return by_rows(self._rows, x) if len(x) else x
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, _ = self.gate_up_proj.split(x)
         activated = situ(gate.to(torch.float64), up.to(torch.float64), self.activation)
         out: torch.Tensor = self.down_proj(round_to_bf16(activated))

@@ -22,7 +22,7 @@ RULES = (
     Rule(
         "global:workloads.kernels.quantization.*",
         "constant",
-        "decoding tables of the MXFP4 format, the same in every process",
+        "values of the E2M1, E4M3 and E8M0 codes, the same in every process",
     ),
     Rule(
         "*:caches.*", "runtime", "latents, convolution inputs and recurrent states of the requests in flight"

@@ -12,6 +12,7 @@ from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, Rows, vector
 from workloads.models.parallel import Group
 
+PREFILL_TOKENS = 1024  # of one request that are computed together, so that their states stay in the cache
 ROW_MULTIPLE = 16  # rows of the fused input projection are padded to it on every rank
 
 
@@ -113,51 +114,41 @@ class KimiDeltaAttention(WeightModule):
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KdaCache) -> torch.Tensor:
         """x: BF16 [T, hidden], all tokens of the batch -> this rank's part of the sum, float64 [T, hidden]."""
-        q, k, v, gate, f_a, b, _ = self.in_proj_qkvgfab.split(x)
-        inputs = torch.cat([q, k, v], dim=-1)
-        decay = kda_gate(self._heads(self.f_b_proj(f_a)), self.A_log, self.dt_bias, self.lower_bound)
-        beta = torch.sigmoid(b.to(torch.float64))
-        gate = self._heads(gate)
-        out = torch.empty_like(gate)
+        fused = self.in_proj_qkvgfab(x)
+        out = fused.new_empty(x.shape[0], self.heads, self.dim)
         for segment in batch.prefills:
-            rows = segment.rows
-            mixed = self._prefill(segment, inputs[rows], decay[rows], beta[rows], cache)
-            out[rows] = kda_output(mixed, self.o_norm.weight, gate[rows], self.o_norm.eps)
+            for piece in segment.pieces(PREFILL_TOKENS):
+                out[piece.rows] = self._prefill(piece, fused[piece.rows], cache)
         if batch.decodes:
-            picked, slots = batch.decode_rows, batch.decode_slots
-            mixed = self._decode(slots, inputs[picked], decay[picked], beta[picked], cache)
-            out[picked] = kda_output(mixed, self.o_norm.decode_norm_weight, gate[picked], self.o_norm.eps)
+            rows = batch.decode_rows
+            out[rows] = self._decode(batch.decode_slots, fused[rows], cache)
         partial: torch.Tensor = self.o_proj(out.flatten(1))
         return partial
 
-    def _prefill(
-        self,
-        segment: Segment,
-        inputs: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        cache: KdaCache,
-    ) -> torch.Tensor:
-        """One segment: inputs BF16 [T,3*heads*d], decay [T,heads,d], beta [T,heads] -> float64 [T,heads,d]."""
-        conv, state = cache.at(segment)
-        mixed, cache.conv[segment.slot] = conv_prefill(inputs, self.conv1d.weight.squeeze(1), conv)
+    def _prefill(self, piece: Segment, fused: torch.Tensor, cache: KdaCache) -> torch.Tensor:
+        """Consecutive tokens of one request: their rows of the input projection -> BF16 [T, heads, d]."""
+        inputs, gate, decay, beta = self._operands(fused)
+        conv, state = cache.at(piece)
+        mixed, cache.conv[piece.slot] = conv_prefill(inputs, self.conv1d.weight.squeeze(1), conv)
         q, k, v = (self._heads(part).transpose(0, 1) for part in mixed.chunk(3, dim=-1))
-        out, cache.state[segment.slot] = kda_chunked(q, k, v, decay.transpose(0, 1), beta.t(), state)
-        return out.transpose(0, 1)
+        o, cache.state[piece.slot] = kda_chunked(q, k, v, decay.transpose(0, 1), beta.t(), state)
+        return kda_output(o.transpose(0, 1), self.o_norm.weight, gate, self.o_norm.eps)
 
-    def _decode(
-        self,
-        slots: torch.Tensor,
-        inputs: torch.Tensor,
-        decay: torch.Tensor,
-        beta: torch.Tensor,
-        cache: KdaCache,
-    ) -> torch.Tensor:
-        """One token of each of B requests; shapes as in `_prefill` with T = B."""
+    def _decode(self, slots: torch.Tensor, fused: torch.Tensor, cache: KdaCache) -> torch.Tensor:
+        """One token of each of B requests: their rows of the input projection -> BF16 [B, heads, d]."""
+        inputs, gate, decay, beta = self._operands(fused)
         mixed, cache.conv[slots] = conv_decode(inputs, self.conv1d.decode_conv1d_weight, cache.conv[slots])
         q, k, v = (self._heads(part) for part in mixed.chunk(3, dim=-1))
-        out, cache.state[slots] = kda_decode(q, k, v, decay, beta, cache.state[slots])
-        return out
+        o, cache.state[slots] = kda_decode(q, k, v, decay, beta, cache.state[slots])
+        return kda_output(o, self.o_norm.decode_norm_weight, gate, self.o_norm.eps)
+
+    def _operands(self, fused: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Input of the convolution BF16 [T, 3*heads*d], output gate BF16 [T, heads, d], log decay float64
+        [T, heads, d], beta float64 [T, heads]."""
+        *_, gate, f_a, b, _ = torch.split(fused, self.in_proj_qkvgfab.sizes, dim=-1)
+        decay = kda_gate(self._heads(self.f_b_proj(f_a)), self.A_log, self.dt_bias, self.lower_bound)
+        inputs = fused[:, : 3 * self.heads * self.dim]
+        return inputs, self._heads(gate), decay, torch.sigmoid(b.to(torch.float64))
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[T, heads*d] -> [T, heads, d]."""
