@@ -1,5 +1,6 @@
 """What the auditor writes, for an engine small enough to see every record of it."""
 
+import gc
 import json
 import re
 import weakref
@@ -248,6 +249,17 @@ def test_an_experts_digest_is_the_same_as_part_slice_and_checkpoint_tensor(tmp_p
         assert tensors(records)["target:fused"]["slices"][i] == parts(records)[f"experts.{i}"]["fp"] == digest
 
 
+def test_a_part_of_more_dimensions_has_one_digest(tmp_path: Path) -> None:
+    """A convolution's [channels, 1, taps] equals the checkpoint's in whatever shape it is held."""
+    engine, taps = Engine(Checkpoint()), torch.arange(24, dtype=torch.uint8)
+    checkpoint = Checkpoint()
+    checkpoint.tensors["conv"] = taps.view(6, 1, 4)
+    region = ((0, 6), (0, 1), (0, 4))
+    engine.parts = lambda root: [Part("target:scale", "conv", taps.view(6, 4), "conv", region)]
+    found = parts(observe(engine, tmp_path, checkpoint=checkpoint))["conv"]
+    assert found["fp"] == found["expected"] == fingerprint(taps)
+
+
 def test_swapped_experts_and_rows_are_located(tmp_path: Path) -> None:
     checkpoint = Checkpoint()
     engine = Engine(checkpoint)
@@ -444,6 +456,17 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_the_path(tmp_path: Path) 
         TensorAuditor(Engine(Checkpoint())).observe(tmp_path / "file" / "fresh", 0, "fresh", Checkpoint())
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_pythons_collector_is_left_as_it_was(tmp_path: Path, enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    try:
+        observe(Engine(Checkpoint()), tmp_path)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
 def test_a_failed_audit_leaves_no_end_record(tmp_path: Path) -> None:
     engine = Engine(Checkpoint())
 
@@ -454,6 +477,7 @@ def test_a_failed_audit_leaves_no_end_record(tmp_path: Path) -> None:
     checkpoint.slice = broken
     with pytest.raises(KeyError, match=re.escape("norm.weight")):
         TensorAuditor(engine).observe(tmp_path / "fresh", 0, "fresh", checkpoint)
+    assert gc.isenabled()
     assert "end" not in Counter(record["kind"] for record in read(tmp_path / "fresh"))
 
 
