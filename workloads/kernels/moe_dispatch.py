@@ -138,25 +138,30 @@ def _send(
     position = torch.arange(len(rows), device=rows.device) - (counts.cumsum(0) - counts)[destination]
     first = position < FIRST_ROWS
     message = rows.new_zeros((ranks, _HEADER + FIRST_ROWS * rows.shape[1]))
-    message[:, :_HEADER].view(torch.int64).copy_(torch.stack([counts, counts.max().expand(ranks)], dim=1))
-    slots = torch.unflatten(message[:, _HEADER:], 1, (FIRST_ROWS, -1))
-    slots[destination[first], position[first]] = rows[first]
+    _headers(message).copy_(torch.stack([counts, counts.max().expand(ranks)], dim=1))
+    _slots(message)[destination[first], position[first]] = rows[first]
 
     arrived = torch.empty_like(message)
     dist.all_to_all_single(arrived, message, group=group)
-    headers = arrived[:, :_HEADER].view(torch.int64)
+    headers = _headers(arrived)
     received = headers[:, 0].tolist()
-    slots = torch.unflatten(arrived[:, _HEADER:], 1, (FIRST_ROWS, -1))
-    first_rows = slots[torch.arange(FIRST_ROWS, device=rows.device) < headers[:, :1]]
+    first_rows = _slots(arrived)[torch.arange(FIRST_ROWS, device=rows.device) < headers[:, :1]]
     if int(headers[:, 1].max()) <= FIRST_ROWS:  # which all ranks know: each has every rank's largest count
         return first_rows, sent, received
     rest = _exchange_rows(rows[~first], _beyond_first(sent), _beyond_first(received), group)
-    pieces = zip(
-        torch.split(first_rows, [min(count, FIRST_ROWS) for count in received]),
-        torch.split(rest, _beyond_first(received)),
-        strict=True,
-    )
-    return torch.cat([rows for pair in pieces for rows in pair]), sent, received
+    firsts = torch.split(first_rows, [min(count, FIRST_ROWS) for count in received])
+    rests = torch.split(rest, _beyond_first(received))
+    return torch.cat([piece for pair in zip(firsts, rests, strict=True) for piece in pair]), sent, received
+
+
+def _headers(message: Tensor) -> Tensor:
+    """int64 view [ranks, 2] of a message: rows for the rank, most rows that its sender has for any."""
+    return message[:, :_HEADER].view(torch.int64)
+
+
+def _slots(message: Tensor) -> Tensor:
+    """uint8 view [ranks, FIRST_ROWS, bytes] of a message."""
+    return torch.unflatten(message[:, _HEADER:], 1, (FIRST_ROWS, -1))
 
 
 def _beyond_first(counts: list[int]) -> list[int]:

@@ -1,6 +1,6 @@
 """Latent mixture of experts of one layer: router, routed experts of this rank, shared experts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from workloads.kernels.linear import linear_partial
 from workloads.kernels.mega_moe_layout import LAYOUT_MULTIPLE, unfuse_l2_weight
 from workloads.kernels.moe import ExpertWeights, MoEKernel
 from workloads.kernels.routing import route_sigmoid_noaux
-from workloads.loading.weights import Placement, Weight, WeightModule
+from workloads.loading.weights import Placement, Region, Weight, WeightModule
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows, vector
 from workloads.models.parallel import Group
@@ -44,28 +44,9 @@ class RoutedExperts(WeightModule):
         self._transformed_l1_weights: _Pair | None = None
         self._transformed_l2_weights: _Pair | None = None
         first, count = group.share(config.num_experts, "num_experts")
-        latent, inner = config.moe_latent_size, config.moe_intermediate_size
-        padded = -(-inner // LAYOUT_MULTIPLE) * LAYOUT_MULTIPLE
-        for suffix, source, values, creation in (
-            ("", "weight_packed", 2, 0.0),
-            ("_scale", "weight_scale", MXFP4_GROUP, E8M0_ONE),
-        ):
-            w1: list[Placement] = []
-            w2: list[Placement] = []
-            w3: list[Placement] = []
-            for e in range(count):
-                name = f"{prefix}{first + e}."
-                gate_up = ((0, inner), (0, latent // values))
-                for rows, stem, start in ((w1, "w1", 0), (w3, "w3", padded)):
-                    rows.append(
-                        _expert(f"{name}{stem}.{source}", e, gate_up, start, (padded, latent // values))
-                    )
-                down = ((0, latent), (0, inner // values))
-                w2.append(_expert(f"{name}w2.{source}", e, down, 0, (latent, padded // values)))
-            in_order = tuple(piece for pair in zip(w1, w3, strict=True) for piece in pair)
-            w13_shape, w2_shape = (count, 2 * padded, latent // values), (count, latent, padded // values)
-            self.add_weight(f"w13_weight{suffix}", Weight(w13_shape, torch.uint8, in_order, creation))
-            self.add_weight(f"w2_weight{suffix}", Weight(w2_shape, torch.uint8, tuple(w2), creation))
+        names = [f"{prefix}{expert}." for expert in range(first, first + count)]
+        for name, weight in _expert_weights(config, names).items():
+            self.add_weight(name, weight)
 
     def transformed(self) -> ExpertWeights | None:
         """The experts in the kernel's layout, if it has one and they have been finalised."""
@@ -123,9 +104,30 @@ class RoutedExperts(WeightModule):
         )
 
 
-def _expert(
-    source: str, expert: int, region: tuple[tuple[int, int], ...], start: int, slot: tuple[int, int]
-) -> Placement:
+def _expert_weights(config: KimiK3Config, names: Sequence[str]) -> dict[str, Weight]:
+    """The four stacked parameters of the experts whose checkpoint tensors begin with `names`."""
+    latent, inner = config.moe_latent_size, config.moe_intermediate_size
+    padded = -(-inner // LAYOUT_MULTIPLE) * LAYOUT_MULTIPLE
+    weights = {}
+    for suffix, source, values, creation in (
+        ("", "weight_packed", 2, 0.0),
+        ("_scale", "weight_scale", MXFP4_GROUP, E8M0_ONE),
+    ):
+        columns, down_columns = latent // values, inner // values
+        gate_up, down = ((0, inner), (0, columns)), ((0, latent), (0, down_columns))
+        w13: list[Placement] = []
+        w2: list[Placement] = []
+        for e, name in enumerate(names):
+            w13.append(_placement(f"{name}w1.{source}", e, gate_up, 0, (padded, columns)))
+            w13.append(_placement(f"{name}w3.{source}", e, gate_up, padded, (padded, columns)))
+            w2.append(_placement(f"{name}w2.{source}", e, down, 0, (latent, padded // values)))
+        w13_shape, w2_shape = (len(names), 2 * padded, columns), (len(names), latent, padded // values)
+        weights[f"w13_weight{suffix}"] = Weight(w13_shape, torch.uint8, tuple(w13), creation)
+        weights[f"w2_weight{suffix}"] = Weight(w2_shape, torch.uint8, tuple(w2), creation)
+    return weights
+
+
+def _placement(source: str, expert: int, region: Region, start: int, slot: tuple[int, int]) -> Placement:
     """One matrix of one expert at the top left of its slot, which begins at row `start`."""
     (_, rows), (_, columns) = region
     one = (expert, 1)
