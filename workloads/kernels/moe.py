@@ -225,7 +225,8 @@ def _tasks(counts: list[int]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:
 def _per_expert(rows: Tensor, matrix: Callable[[int], Tensor], counts: list[tuple[int, int]]) -> Tensor:
     """float64 [R, K], some rows of one expert after those of another -> float64 [R, N]."""
     parts = torch.split(rows, [count for _, count in counts])
-    return torch.cat([part @ matrix(e).T for part, (e, _) in zip(parts, counts, strict=True)])
+    products = [part @ matrix(e).T for part, (e, _) in zip(parts, counts, strict=True)]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:
