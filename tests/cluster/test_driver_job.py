@@ -1,6 +1,7 @@
 """The driver as the batch step of a real job: 16 toy ranks on 4 nodes, from cell.json to result.json."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -57,7 +58,7 @@ def new_attempt(folder: Path, via: str) -> Path:
 
 
 def start(submit: Submit, attempt: Path, *options: str) -> Job:
-    line = f"exec {sys.executable} -m orchestrator.driver {attempt}"
+    line = f"exec {shlex.join([sys.executable, '-m', 'orchestrator.driver', str(attempt)])}"
     return submit(line, *options, PYTHONPATH=PATHS)
 
 

@@ -1,6 +1,7 @@
 """Gangs as srun steps of a real Slurm: 16 ranks on 4 nodes start, fail with a name, and leave nothing behind."""
 
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ Submit = Callable[..., Job]
 def drive(
     submit: Submit, folder: Path, via: str, *options: str, timeout_s: float = 60, **variables: str
 ) -> Job:
-    line = f"exec {sys.executable} {DRIVER} {folder} {via} {timeout_s}"
+    line = f"exec {shlex.join([sys.executable, *map(str, (DRIVER, folder, via, timeout_s))])}"
     return submit(line, *options, PYTHONPATH=str(ROOT), **variables)
 
 
@@ -111,7 +112,7 @@ def test_variables_of_the_submitting_shell_do_not_steer_the_step(submit: Submit,
         "SLURM_HOSTFILE": "/no/such/file",
     }
     exports = " ".join(f"export {name}={value};" for name, value in leaked.items())
-    line = f"{exports} exec {sys.executable} {DRIVER} {tmp_path} sum 60"
+    line = f"{exports} exec {shlex.join([sys.executable, str(DRIVER), str(tmp_path), 'sum', '60'])}"
     job = submit(line, PYTHONPATH=str(ROOT))
     assert job.wait(90) == "COMPLETED", job.text()
     assert outcome(tmp_path)["error"] is None
