@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectors.gsm8k.questions import Gsm8kError
+from orchestrator.checkpoint_rules import checkpoint_problems
 from orchestrator.compose import Composed, ConfigError, compose
 from orchestrator.plan import Cell, cell_id, freeze
 from orchestrator.provenance import ProvenanceError
@@ -34,7 +35,7 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
     composed = compose(arguments, multirun, config_dir)
     cells: dict[str, Planned] = {}
     for one in composed:
-        if one.root is None or (found := problems(one.root)):
+        if one.root is None or (found := problems(one.root) or list(checkpoint_problems(one.root))):
             one.problems += found if one.root is not None else []
             continue
         try:

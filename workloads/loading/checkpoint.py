@@ -1,13 +1,14 @@
 """Reads tensors, whole or in part, from a folder of safetensors files, and checks them against a model."""
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from workloads.loading.shards import CheckpointError, Layout, TensorMeta, read_layout
+from workloads.loading.shards import CheckpointError, Layout, TensorMeta, mismatches, read_layout
 from workloads.loading.weights import Region, narrow, whole
 from workloads.models.kimi_k3.tensors import TensorSpec
 
@@ -156,30 +157,8 @@ def validate(reader: CheckpointReader, specs: Iterable[TensorSpec], ignore: Sequ
 
     Raises CheckpointError with all differences: missing, unexpected, wrong shape, wrong dtype.
     """
-    problems: list[str] = []
-    found = {name for name in reader.names() if not name.startswith(tuple(ignore))}
-    expected: set[str] = set()
-    remedy = "Give the checkpoint of the configured model, or configure the model of this checkpoint."
-    for spec in specs:
-        expected.add(spec.name)
-        if spec.name not in found:
-            problems.append(
-                f"{reader.folder}: tensor {spec.name!r} is missing, expected {spec.dtype} {spec.shape}. {remedy}"
-            )
-            continue
-        dtype, shape = reader.meta(spec.name)
-        if shape != spec.shape:
-            problems.append(
-                f"{reader.folder}: tensor {spec.name!r} has shape {shape}, expected {spec.shape}. {remedy}"
-            )
-        if dtype != spec.dtype:
-            problems.append(
-                f"{reader.folder}: tensor {spec.name!r} has dtype {dtype}, expected {spec.dtype}. {remedy}"
-            )
-    problems += (
-        f"{reader.folder}: tensor {name!r} is unexpected, the model has none of this name. {remedy}"
-        for name in sorted(found - expected)
-    )
+    stored = {name: TensorMeta(*reader.meta(name)) for name in reader.names()}
+    problems = mismatches(reader.folder, stored, specs, ignore)
     if problems:
         raise CheckpointError(problems)
 
@@ -215,3 +194,17 @@ def _not_finite(name: str, dtype: str, tensor: torch.Tensor) -> tuple[int, str]:
     if tensor.is_floating_point():
         return math.prod(tensor.shape) - int(tensor.isfinite().sum()), "NaN or infinite values"
     return 0, ""
+
+
+def main() -> int:
+    """`python -m workloads.loading.checkpoint FOLDER`: prints what `check_finite` finds; exit code 1 if anything."""
+    try:
+        check_finite(open_checkpoint(sys.argv[1]))
+    except CheckpointError as error:
+        print("\n".join(error.problems))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -5,12 +5,14 @@ Imports no torch: a checkpoint can be identified and checked where only the cont
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from workloads.models.kimi_k3.tensors import TensorSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -112,6 +114,38 @@ def read_layout(folder: Path) -> Layout:
     if problems:
         raise CheckpointError(problems)
     return Layout(folder, files, tensors)
+
+
+def mismatches(
+    folder: Path, stored: Mapping[str, TensorMeta], specs: Iterable[TensorSpec], ignore: Sequence[str] = ()
+) -> list[str]:
+    """Differences in names, shapes and dtypes from what a model needs, each a sentence. `ignore`: prefixes of
+    tensors that it does not load."""
+    problems: list[str] = []
+    found = {name for name in stored if not name.startswith(tuple(ignore))}
+    expected: set[str] = set()
+    remedy = "Give the checkpoint of the configured model, or configure the model of this checkpoint."
+    for spec in specs:
+        expected.add(spec.name)
+        if spec.name not in found:
+            problems.append(
+                f"{folder}: tensor {spec.name!r} is missing, expected {spec.dtype} {spec.shape}. {remedy}"
+            )
+            continue
+        dtype, shape = stored[spec.name]
+        if shape != spec.shape:
+            problems.append(
+                f"{folder}: tensor {spec.name!r} has shape {shape}, expected {spec.shape}. {remedy}"
+            )
+        if dtype != spec.dtype:
+            problems.append(
+                f"{folder}: tensor {spec.name!r} has dtype {dtype}, expected {spec.dtype}. {remedy}"
+            )
+    problems += (
+        f"{folder}: tensor {name!r} is unexpected, the model has none of this name. {remedy}"
+        for name in sorted(found - expected)
+    )
+    return problems
 
 
 def _read_index(folder: Path) -> dict[str, set[str]] | None:

@@ -1,0 +1,116 @@
+"""A checkpoint that cannot be loaded is refused on the command line: exit code 2, nothing submitted."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NORM = "language_model.model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A proxy checkpoint in several files."""
+    folder = tmp_path_factory.mktemp("weights") / "proxy model"
+    script = (
+        "import sys; from pathlib import Path; from workloads.loading.generate import generate_checkpoint;"
+        "from workloads.models.kimi_k3.config import KimiK3Config;"
+        "generate_checkpoint(KimiK3Config(), 0, Path(sys.argv[1]), shard_bytes=2 << 20)"
+    )
+    subprocess.run([sys.executable, "-c", script, str(folder)], cwd=ROOT, check=True, timeout=120)
+    return folder
+
+
+def header(file: Path) -> tuple[dict[str, dict[str, object]], bytes]:
+    raw = file.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + size]), raw[8 + size :]
+
+
+def write(file: Path, entries: dict[str, dict[str, object]], data: bytes) -> None:
+    text = json.dumps(entries).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def file_of(folder: Path, name: str) -> Path:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    return folder / index["weight_map"][name]
+
+
+def truncate(folder: Path) -> None:
+    file = file_of(folder, NORM)
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def lose_file(folder: Path) -> None:
+    file_of(folder, NORM).unlink()
+
+
+def name_missing_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.ghost"] = file_of(folder, NORM).name
+    path.write_text(json.dumps(index))
+
+
+def change(folder: Path, **changed: object) -> None:
+    file = file_of(folder, NORM)
+    entries, data = header(file)
+    entries[NORM] |= changed
+    write(file, entries, data)
+
+
+def rename(folder: Path) -> None:
+    file = file_of(folder, NORM)
+    entries, data = header(file)
+    entries["model.extra"] = entries.pop(NORM)
+    write(file, entries, data)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra"] = index["weight_map"].pop(NORM)
+    path.write_text(json.dumps(index))
+
+
+def plant_nan(folder: Path) -> None:
+    file = file_of(folder, NORM)
+    entries, data = header(file)
+    begin = int(entries[NORM]["data_offsets"][0])  # type: ignore[index]  # JSON
+    write(file, entries, data[:begin] + b"\xff\x7f" + data[begin + 2 :])
+
+
+def orchestrate(folder: Path, store: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "orchestrator", f"checkpoints.old.path='{folder}'", f"store='{store}'"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (truncate, "model-0000"),
+        (lose_file, "model-0000"),
+        (name_missing_tensor, "model.ghost"),
+        (lambda folder: change(folder, shape=[128, 2]), "has shape (128, 2), expected (256,)"),
+        (lambda folder: change(folder, dtype="F16"), "has dtype F16, expected BF16"),
+        (rename, "tensor 'model.extra' is unexpected"),
+        (rename, f"tensor '{NORM}' is missing"),
+        (plant_nan, "holds 1 NaN or infinite values"),
+    ],
+)
+def test_bad_weights_are_refused(
+    damage: Callable[[Path], None], says: str, whole: Path, tmp_path: Path
+) -> None:
+    folder, store = tmp_path / "weights", tmp_path / "store"
+    shutil.copytree(whole, folder)
+    damage(folder)
+    done = orchestrate(folder, store)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 2, said
+    assert "checkpoints.old.path" in said
+    assert says in said
+    assert "nothing was run or submitted" in said
+    assert not list(store.glob("cells/*/attempt*"))
