@@ -159,7 +159,7 @@ def _connection_lost(
     gang = failed[0]["gang"]
     started = {e["rank"]: e["node"] for e in events if e["kind"] == "rank_started" and e["gang"] == gang}
     ended = {e["rank"] for e in events if e["kind"] == "rank_exited" and e["gang"] == gang}
-    silent = sorted(set(started) - ended)
+    silent = _on_lost_nodes(started, set(started) - ended)
     first = failed[0]
     complaint = f"rank {first['rank']} says {first['error']['message'].splitlines()[0]!r}"
     evidence = {
@@ -172,6 +172,14 @@ def _connection_lost(
         return AttemptError("node_lost", message, rank=silent[0], node=nodes[0], **evidence)
     message = f"No rank of gang {gang!r} died by itself, yet {complaint}."
     return AttemptError("connection_lost", message, rank=first["rank"], node=first["node"], **evidence)
+
+
+def _on_lost_nodes(node_of: Mapping[int, int], silent: set[int]) -> list[int]:
+    """The silent ranks of nodes that are silent as a whole: a node that is lost takes all its ranks with it, while
+    the launcher ends ranks of other nodes, some before they can report. All silent ranks where there is no such node.
+    """
+    spoke = {node for rank, node in node_of.items() if rank not in silent}
+    return sorted(rank for rank in silent if node_of[rank] not in spoke) or sorted(silent)
 
 
 def hang(

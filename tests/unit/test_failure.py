@@ -116,6 +116,18 @@ def test_only_complaints_point_at_the_node_that_said_nothing() -> None:
     assert "[4, 5, 6, 7]" in error.failure.message
 
 
+def test_a_node_that_is_silent_as_a_whole_is_the_lost_one() -> None:
+    """The launcher ends ranks of other nodes too, some of them before they can report."""
+    started = [
+        {"kind": "rank_started", "gang": "candidate", "node": rank // 4, "rank": rank} for rank in range(16)
+    ]
+    silent = (6, 9, 12, 13, 14, 15)
+    complaints = [exited(rank, 1.0, lost(0.9)) for rank in range(16) if rank not in silent]
+    error = told(*started, *complaints)
+    assert (error.failure.type, error.failure.rank, error.failure.node) == ("node_lost", 12, 3)
+    assert "[12, 13, 14, 15]" in error.failure.message
+
+
 def test_only_complaints_of_all_are_a_lost_connection() -> None:
     started = [{"kind": "rank_started", "gang": "candidate", "node": 0, "rank": rank} for rank in range(2)]
     error = told(*started, exited(1, 1.0, lost(0.8)), exited(0, 1.1, lost(0.9)))
