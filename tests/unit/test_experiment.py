@@ -202,6 +202,11 @@ time.sleep(60)
 """
 
 
+def _heed_ctrl_c() -> None:
+    """A suite that runs in the background of a shell ignores SIGINT, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_driver_first(number: signal.Signals, tmp_path: Path) -> None:
     """With a real orchestrator process, whose driver is a script that notes how it was ended."""
@@ -213,7 +218,8 @@ def test_a_signal_stops_the_driver_first(number: signal.Signals, tmp_path: Path)
     )
     stub = str(tmp_path / "orchestrator_driver_stub.py")
     command = [sys.executable, "-c", code, stub, f"store={tmp_path / 'runs'}", "cluster.memory_gb=2"]
-    with subprocess.Popen(command, cwd=checkout(), stderr=subprocess.PIPE, stdout=subprocess.PIPE) as run:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=checkout(), stderr=pipe, stdout=pipe, preexec_fn=_heed_ctrl_c) as run:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("runs/cells/*/*/started")):
             assert time.monotonic() < deadline, "the driver never started"

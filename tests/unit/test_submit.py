@@ -17,7 +17,10 @@ from orchestrator.sbatch import script
 from orchestrator.store import Store, StoreError, read_json, write_json
 from orchestrator.submit import SubmitError, Watch, live_attempt, run_jobs, submit, wait
 
-FAKE = """#!{python}
+# The first lines are both shell and Python: a path with a space cannot stand behind `#!`.
+FAKE = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, os, pathlib, sys
 root = pathlib.Path({root!r})
 name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
