@@ -87,7 +87,7 @@ def storage_address(tensor: Tensor) -> int:
         return 0
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError):  # how torch answers for wrapper subclasses and fake tensors
         return 0
 
 
