@@ -56,6 +56,7 @@ class Arm:
     path: str | None = None  # of the tree; null: this checkout
     commit: Any = None  # any git revision of `path`; null: the files as they are
     faults: list[str] = field(default_factory=list)  # modules of workloads/faults
+    environment: Any = None  # of the engine, instead of backend.environment: compares two releases of it
 
 
 @dataclass

@@ -29,14 +29,17 @@ class Parallelism:
 
 @dataclass
 class Model:
-    """One architecture with dimensions. `kimi_k3` holds them when `architecture == "kimi_k3"`."""
+    """One architecture with dimensions: `kimi_k3` holds them when `architecture == "kimi_k3"`; when it is
+    `transformers`, `transformers` is the configuration (with its `model_type`) that weights are generated for,
+    and empty where every checkpoint is given by path."""
 
     name: str = "kimi_k3_tiny"
-    architecture: str = "kimi_k3"
+    architecture: str = "kimi_k3"  # kimi_k3 | transformers
     size: str = "proxy"  # proxy | full
     expert_quantization: str = "mxfp4"  # mxfp4 | fp8
     tokenizer: str = "byte"  # byte | checkpoint
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
+    transformers: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -49,7 +52,12 @@ class Backend:
     max_model_len: int = 8192
     max_batch_tokens: int = 8192  # tokens of one forward pass per data-parallel rank; sizes MegaMoE's buffer
     max_requests: int = 64  # concurrent requests per data-parallel rank; sizes KV and states
-    python: str | None = None  # interpreter of the engine's own environment; None: this one
+    environment: str | None = None  # the engine's own: name of a lock file, installed by `orchestrator engine`
+    python: str | None = None  # interpreter with the engine in it, instead of an environment; None: this one
+    url: str | None = None  # of a running server to attach to, instead of starting an engine
+    dtype: str = "auto"  # of weights and activations, in an engine that lets one choose
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of a foreign engine, by its names
+    env: dict[str, str] = field(default_factory=dict)  # variables of the engine's processes
 
 
 @dataclass
@@ -67,8 +75,10 @@ class Checkpoint:
 class Step:
     """One step of a scenario.
 
-    do: start | update | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
-    via: for start `safetensors | dummy`; for update `layerwise | direct`.
+    do: start | update | sleep | wake | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
+    via: how weights arrive, for start and update; what there is depends on the engine
+    (`orchestrator.scenario_rules.VIA`).
+    level: for sleep, 1 keeps the weights on the host, 2 discards them.
     name, collect: for observe: the observation's folder and the collectors that run
     (`tensors`, `generations`, `gsm8k`, `throughput`, `memory`).
     """
@@ -78,6 +88,7 @@ class Step:
     via: str = ""
     name: str = ""
     collect: list[str] = field(default_factory=list)
+    level: int = 1
 
 
 @dataclass
