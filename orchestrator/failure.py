@@ -8,7 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from orchestrator.causes import likely_cause
+
 TAIL_LINES = 40
+SEARCHED_LINES = 400  # of a log, for the cause: an engine's workers may say much after it
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 # What a rank says when another one went away or did not come: never the cause.
@@ -133,8 +136,19 @@ def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptEr
 
 
 def _rank_failure(event: Mapping[str, Any], folders: Mapping[str, Path]) -> AttemptError:
+    """The death of a rank, with the cause that its log tells."""
+    log = folders[event["gang"]] / f"rank-{event['rank']:05d}.log"
+    error = _death(event, log)
+    cause = likely_cause("\n".join([error.failure.message, error.failure.stack, tail(log, SEARCHED_LINES)]))
+    if cause is None or error.failure.type not in ("rank_failed", "rank_killed"):
+        return error  # it has a cause already
+    evidence = {key: value for key, value in error.record().items() if key not in ("type", "message")}
+    message = f"{error.failure.message.rstrip()} Likely cause: {cause.sentence}."
+    return AttemptError(cause.type or error.failure.type, message, **evidence)
+
+
+def _death(event: Mapping[str, Any], log: Path) -> AttemptError:
     rank = event["rank"]
-    log = folders[event["gang"]] / f"rank-{rank:05d}.log"
     evidence = {"rank": rank, "node": event["node"], "log_tail": tail(log)}
     if event["error"]:
         return _reported("rank_failed", event["error"], **evidence)

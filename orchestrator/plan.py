@@ -9,6 +9,7 @@ from typing import Any
 
 from collectors.gsm8k import questions as gsm8k
 from orchestrator import provenance
+from orchestrator.engine_env import environment_identity
 from orchestrator.schema import Arm, LoadPath, Root
 
 FORMAT = 1
@@ -35,10 +36,13 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
     """The cell of one config.
 
     Raises `provenance.ProvenanceError` when an arm's tree or an input file is not there, `Gsm8kError` when the
-    questions are broken.
+    questions are broken, `EngineEnvironmentError` when an engine's environment has no lock file.
     """
     load_path, collect = _without_skipped(root)
-    arms = {"base": None, **{name: _freeze_arm(arm) for name, arm in cell_arms(root).items()}}
+    arms = {
+        "base": None,
+        **{name: _freeze_arm(arm, arm_environment(root, arm)) for name, arm in cell_arms(root).items()},
+    }
     faults = ",".join(root.code.candidate.faults)
     return {
         "format": FORMAT,
@@ -59,10 +63,16 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
 
 
 def cell_arms(root: Root) -> dict[str, Arm]:
-    """The arms that run: `base` only where a path or a commit says which."""
+    """The arms that run: `base` only where a path, a commit or an engine's environment says which."""
     code = root.code
-    has_base = code.base.path is not None or code.base.commit is not None
+    has_base = any(of is not None for of in (code.base.path, code.base.commit, code.base.environment))
     return {"candidate": code.candidate, **({"base": code.base} if has_base else {})}
+
+
+def arm_environment(root: Root, arm: Arm) -> str | None:
+    """Name of the environment that the engine of an arm lives in; None: it is in no environment of ours."""
+    name = root.backend.environment if arm.environment is None else arm.environment
+    return None if name is None else str(name)
 
 
 def canonical(data: Any) -> bytes:
@@ -125,19 +135,29 @@ def _questions_digest(place: str) -> str:
 
 
 def _arm_identity(arm: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The content of the tree counts, not where it lies or what the commit is called."""
-    return None if arm is None else {"source": arm["source"], "faults": arm["faults"]}
+    """The content of the tree counts, not where it lies or what the commit is called; and the engine's packages."""
+    if arm is None:
+        return None
+    environment = arm.get("environment")  # cells from before there were any have the ids that they had
+    packages = {} if environment is None else {"environment": environment}
+    return {"source": arm["source"], "faults": arm["faults"], **packages}
 
 
 def _image(cell: Cell) -> list[str | None]:
     return [cell["cluster"]["image"], cell["cluster"]["image_digest"]]
 
 
-def _freeze_arm(arm: Arm) -> dict[str, Any]:
+def _freeze_arm(arm: Arm, environment: str | None) -> dict[str, Any]:
     tree = Path(arm.path).expanduser().resolve() if arm.path is not None else provenance.checkout()
     commit = None if arm.commit is None else provenance.resolve_commit(tree, arm.commit)
     source = provenance.source_hash(tree, commit)
-    return {"path": str(tree), "commit": commit, "source": source, "faults": list(arm.faults)}
+    return {
+        "path": str(tree),
+        "commit": commit,
+        "source": source,
+        "faults": list(arm.faults),
+        "environment": None if environment is None else environment_identity(environment),
+    }
 
 
 def _without_skipped(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:

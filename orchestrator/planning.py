@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from collectors.gsm8k.questions import Gsm8kError
 from orchestrator.checkpoint_rules import checkpoint_problems
 from orchestrator.compose import Composed, ConfigError, compose
+from orchestrator.engine_rules import engine_problems
 from orchestrator.plan import Cell, cell_id, freeze
 from orchestrator.provenance import ProvenanceError
 from orchestrator.rules import problems
@@ -35,7 +36,7 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
     composed = compose(arguments, multirun, config_dir)
     cells: dict[str, Planned] = {}
     for one in composed:
-        if one.root is None or (found := problems(one.root) or list(checkpoint_problems(one.root))):
+        if one.root is None or (found := problems(one.root) or _outside(one.root)):
             one.problems += found if one.root is not None else []
             continue
         try:
@@ -51,6 +52,11 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
         raise ConfigError(wrong)
     root = roots[0]
     return Plan(root.name, root.store, root.rerun, list(cells.values()))
+
+
+def _outside(root: Root) -> list[str]:
+    """What is wrong with the things that a valid config names: engines and weights."""
+    return [*engine_problems(root), *checkpoint_problems(root)]
 
 
 def _grouped(composed: Sequence[Composed]) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.engine_env import EngineEnvironmentError, engine_problems
 from orchestrator.failure import AttemptError
 from orchestrator.launch import STEP_SCRIPT, Allocation
 from orchestrator.plan import Cell
@@ -50,21 +51,39 @@ def _disk(place: Place) -> Iterator[str]:
 
 
 def _python(place: Place) -> Iterator[str]:
-    """Only looked for, not imported: that takes seconds, and the node parents do it next."""
+    """Every arm's interpreter, once: what the ranks import, and the engine."""
     if place.cell["cluster"]["image"] is not None:
         return  # inside the container, where only a step can look
-    python = interpreter(place.cell)
+    found: dict[str, None] = {}  # a set in the order of the arms
+    for name, arm in place.cell["code"].items():
+        if arm is not None:
+            found |= dict.fromkeys(_arm_python(place.cell, name, arm.get("environment")))
+    yield from found
+
+
+def _arm_python(cell: Cell, arm: str, environment: dict[str, str] | None) -> Iterator[str]:
+    """Only looked for, not imported: that takes seconds, and the node parents do it next."""
+    try:
+        python = interpreter(cell, arm)
+    except EngineEnvironmentError as error:
+        yield f"On {socket.gethostname()}: {error}"
+        return
+    key = "backend.python" if environment is None else environment["name"]
     code = f"import importlib.util as u; print(*[m for m in {RANK_SIDE!r} if u.find_spec(m) is None])"
     try:
         done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
     except OSError as error:
-        yield f"backend.python={python} cannot be started: {error.strerror}."
+        yield f"{key}={python} cannot be started: {error.strerror}."
         return
     if done.returncode != 0:
-        yield f"backend.python={python} fails: {done.stderr.strip()}"
-    elif done.stdout.strip():
+        yield f"{key}={python} fails: {done.stderr.strip()}"
+        return
+    if done.stdout.strip():
         names = ", ".join(done.stdout.split())
-        yield f"backend.python={python} has no {names}: install them there, or name another interpreter."
+        yield f"{key}={python} has no {names}: install them there, or name another interpreter."
+    if cell["backend"].get("url") is None:  # else the engine is in the server
+        name = None if environment is None else environment["name"]
+        yield from engine_problems(python, cell["backend"]["engine"], name)
 
 
 def _checkpoints(place: Place) -> Iterator[str]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.gsm8k import questions as gsm8k
+from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
 from orchestrator.plan import FRESH, Cell, Reference, digest, references
@@ -68,7 +69,7 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
         gangs=specs,
         tree=source_tree(cell["code"][arm], store),
         parents=1 if staged.allocation is None else cell["parallelism"]["nodes"],
-        python=interpreter(cell),
+        python=interpreter(cell, arm),
         environment=cluster["env"],
         image=cluster["image"],
         mounts=[f"{path}:{path}" for path in (store.root, *_given_checkpoints(cell))] + cluster["mounts"],
@@ -76,8 +77,12 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     return ArmGangs(gang_set, built)
 
 
-def interpreter(cell: Cell) -> str:
-    """Python of the ranks: the engine's own, that of the container, or the one of this process."""
+def interpreter(cell: Cell, arm: str) -> str:
+    """Python of an arm's ranks: of the engine's environment, the one that the config names, that of the container, or
+    the one of this process. Raises EngineEnvironmentError when the environment is not installed."""
+    environment = cell["code"][arm].get("environment")
+    if environment is not None:
+        return str(environment_python(environment["name"], environment["lock"]))
     return str(cell["backend"]["python"] or ("python3" if cell["cluster"]["image"] else sys.executable))
 
 
