@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 from orchestrator.provenance import checkout
 from orchestrator.schema import Root
-from workloads.loading.shards import CheckpointError, mismatches, read_layout
+from orchestrator.transformers_config import read_model_config
+from workloads.loading.shards import CheckpointError, TensorMeta, mismatches, read_layout
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.kimi_k3.tensors import VISION_PREFIXES, checkpoint_tensors
 
@@ -18,32 +20,90 @@ SHOWN = 5  # problems of one checkpoint
 SCANNED_BYTES = 16 << 30  # of a checkpoint whose every value is read before submission; takes a minute or two
 SCAN_TIMEOUT_S = 900
 
+Stored = Mapping[str, TensorMeta]
+
 
 def checkpoint_problems(root: Root) -> Iterator[str]:
-    """One sentence for each of the first problems of each checkpoint given by path."""
-    for name, checkpoint in root.checkpoints.items():
-        if checkpoint.path is None:
-            continue
-        path = str(Path(checkpoint.path).expanduser())
-        found = _problems(path, json.dumps(asdict(root.model.kimi_k3)))
-        yield from (f"checkpoints.{name}.path: {problem}" for problem in found[:SHOWN])
-        if len(found) > SHOWN:
-            yield f"checkpoints.{name}.path: {len(found) - SHOWN} more problems like these."
+    """One sentence for each of the first problems of each checkpoint given by path, and of two that do not match."""
+    model = root.model
+    dimensions = json.dumps(asdict(model.kimi_k3)) if model.architecture == "kimi_k3" else ""
+    folders = {name: Path(c.path).expanduser() for name, c in root.checkpoints.items() if c.path is not None}
+    for name, folder in folders.items():
+        yield from _first(f"checkpoints.{name}.path", _problems(folder, model.architecture, dimensions))
+    if model.architecture == "transformers":
+        for first, other in pairwise(folders):
+            found = _differences(folders[first], folders[other])
+            yield from _first(f"checkpoints.{other}.path, beside checkpoints.{first}.path", found)
+
+
+def _first(key: str, found: Sequence[str]) -> Iterator[str]:
+    yield from (f"{key}: {problem}" for problem in found[:SHOWN])
+    if len(found) > SHOWN:
+        yield f"{key}: {len(found) - SHOWN} more problems like these."
 
 
 @cache
-def _problems(path: str, model: str) -> list[str]:
-    """Of one folder, once for all cells that name it. model: its config as JSON."""
+def _problems(folder: Path, architecture: str, dimensions: str) -> list[str]:
+    """Of one folder, once for all cells that name it. dimensions: of the model, as JSON, where a table of its tensors
+    follows from them."""
     try:
-        layout = read_layout(Path(path))
+        stored = _stored(folder)
     except CheckpointError as error:
         return error.problems
-    stored = {name: location.meta for name, location in layout.tensors.items()}
-    specs = checkpoint_tensors(KimiK3Config(**json.loads(model)))
-    wrong = mismatches(Path(path), stored, specs, VISION_PREFIXES)
+    wrong = _AGAINST_MODEL[architecture](folder, stored, dimensions)
     if wrong or sum(meta.nbytes for meta in stored.values()) > SCANNED_BYTES:
         return wrong
-    return _not_finite(path)
+    return _not_finite(str(folder))
+
+
+def _against_kimi_k3(folder: Path, stored: Stored, dimensions: str) -> list[str]:
+    return mismatches(
+        folder, stored, checkpoint_tensors(KimiK3Config(**json.loads(dimensions))), VISION_PREFIXES
+    )
+
+
+def _against_transformers(folder: Path, stored: Stored, dimensions: str) -> list[str]:
+    """Which tensors a model has only its engine knows; the configuration by which it does must be there."""
+    try:
+        read_model_config(folder)
+    except CheckpointError as error:
+        return error.problems
+    return []
+
+
+_AGAINST_MODEL: dict[str, Callable[[Path, Stored, str], list[str]]] = {
+    "kimi_k3": _against_kimi_k3,
+    "transformers": _against_transformers,
+}
+
+
+@cache
+def _stored(folder: Path) -> Stored:
+    """Raises CheckpointError with all problems of index and headers."""
+    return {name: location.meta for name, location in read_layout(folder).tensors.items()}
+
+
+@cache
+def _differences(folder: Path, other: Path) -> list[str]:
+    """An update changes values only: in names, shapes and dtypes both checkpoints are the same."""
+    try:
+        here, there = _stored(folder), _stored(other)
+    except CheckpointError:
+        return []  # told already, of the folder itself
+    remedy = "Give two checkpoints of one model."
+    missing = [
+        f"tensor {name!r} is in {folder} and not in {other}. {remedy}" for name in here if name not in there
+    ]
+    extra = [
+        f"tensor {name!r} is in {other} and not in {folder}. {remedy}" for name in there if name not in here
+    ]
+    changed = [
+        f"tensor {name!r} is {meta.dtype} {meta.shape} in {folder} and {there[name].dtype} {there[name].shape} in "
+        f"{other}. {remedy}"
+        for name, meta in here.items()
+        if name in there and there[name] != meta
+    ]
+    return missing + extra + changed
 
 
 def _not_finite(path: str) -> list[str]:

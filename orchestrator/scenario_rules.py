@@ -1,17 +1,26 @@
 """Rules of what happens in a cell: steps, checks, checkpoints, what is collected."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from orchestrator.plan import FRESH
+from orchestrator.plan import FRESH, cell_arms
+from orchestrator.rule_parts import Problems
 from orchestrator.schema import COLLECTORS, Check, Root
 from orchestrator.schema import RULES as CHECK_RULES
-from workloads.models.kimi_k3.tensors import checkpoint_tensors
 from workloads.spec import Step
 
-Problems = Iterator[str]
-VIA = {"start": ("safetensors", "dummy"), "update": ("layerwise", "direct")}
+VIA: dict[str, dict[str, tuple[str, ...]]] = {  # how weights arrive, by engine and step
+    "native": {"start": ("safetensors", "dummy"), "update": ("layerwise", "direct")},
+    "vllm": {
+        "start": ("safetensors", "dummy", "sharded_state", "tensorizer", "attach"),
+        "update": ("reload", "iterator", "transfer"),
+    },
+}
+BASE = "base/"
+STEPS = ("start", "update", "sleep", "wake", "observe")
+SLEEP_LEVELS = (1, 2)  # weights stay on the host; weights are discarded
+NO_LIFECYCLE = ("vllm",)  # engines whose loads report no events
 PERTURBATIONS = ("none", "every_tensor", "one_tensor", "scales_only", "expert_tagged")
 NEEDED_COLLECTOR = {"same_generations": "generations", "gsm8k": "gsm8k", "throughput": "throughput"}
 NEEDED_SIDES = {
@@ -22,29 +31,60 @@ NEEDED_SIDES = {
     "gsm8k": 1,
     "throughput": 1,
 }
+COMPARING = ("equal", "same_generations")  # rules whose sides may be a reference or the base's observation
 FOLDER_NAME = re.compile(r"[a-z0-9][a-z0-9_]*")
 
 
 def _steps(root: Root) -> Problems:
-    steps, known = root.load_path.steps, ", ".join(root.checkpoints)
+    steps = root.load_path.steps
     if not steps or steps[0].do != "start":
         yield "load_path.steps must begin with `do: start`: there is no engine to act on before it."
     for number, step in enumerate(steps):
         key = f"load_path.steps[{number}]"
-        if step.do not in ("start", "update", "observe"):
-            yield f"{key}.do is {step.do!r}; a step is one of: start, update, observe."
+        if step.do not in STEPS:
+            yield f"{key}.do is {step.do!r}; a step is one of: {', '.join(STEPS)}."
         elif step.do == "observe":
             yield from _observe(key, step)
-        else:
-            if step.checkpoint not in root.checkpoints:
-                yield f"{key}.checkpoint is {step.checkpoint!r}; the checkpoints of this config are: {known}."
-            if step.via not in VIA[step.do]:
-                yield f"{key}.via is {step.via!r}; a step `{step.do}` goes via one of: {', '.join(VIA[step.do])}."
+        elif step.do in ("start", "update"):
+            yield from _load(root, key, step)
         if step.do == "start" and number > 0:
             yield f"{key} starts the engine again; a scenario starts once, first."
+    yield from _asleep(steps)
     names = [step.name for step in steps if step.do == "observe"]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"load_path.steps has {names.count(name)} observations named {name!r}; each needs its own folder."
+
+
+def _load(root: Root, key: str, step: Step) -> Problems:
+    if step.checkpoint not in root.checkpoints:
+        known = ", ".join(root.checkpoints)
+        yield f"{key}.checkpoint is {step.checkpoint!r}; the checkpoints of this config are: {known}."
+    ways = VIA.get(root.backend.engine, VIA["native"])[step.do]  # an engine of one's own is driven as ours is
+    if step.via not in ways:
+        yield (
+            f"{key}.via is {step.via!r}; with backend.engine={root.backend.engine} a step `{step.do}` goes via one "
+            f"of: {', '.join(ways)}."
+        )
+
+
+def _asleep(steps: Sequence[Step]) -> Problems:
+    """Between sleep and wake there are no weights to look at, to write or to generate with."""
+    since: int | None = None
+    for number, step in enumerate(steps):
+        key = f"load_path.steps[{number}]"
+        if step.do == "sleep" and step.level not in SLEEP_LEVELS:
+            yield f"{key}.level is {step.level}; 1 keeps the weights on the host, 2 discards them."
+        if step.do == "wake" and since is None:
+            yield f"{key} wakes an engine that does not sleep: put a step `sleep` before it."
+        elif step.do in ("sleep", "update") and since is not None:
+            yield f"{key} is `{step.do}`, but the engine sleeps since step {since}: put a step `wake` before it."
+        elif step.do == "observe" and since is not None and set(step.collect) - {"memory"}:
+            collected = ", ".join(name for name in step.collect if name != "memory")
+            yield (
+                f"{key} collects {collected}, but the engine sleeps since step {since}, where only memory can be "
+                "observed: put a step `wake` before it."
+            )
+        since = {"sleep": number, "wake": None}.get(step.do, since)
 
 
 def _observe(key: str, step: Step) -> Problems:
@@ -76,21 +116,30 @@ def _check(root: Root, check: Check) -> Problems:
     if check.rule not in CHECK_RULES:
         yield f"{key}.rule is {check.rule!r}; the rules are: {', '.join(CHECK_RULES)}."
         return
+    if check.rule == "lifecycle" and root.backend.engine in NO_LIFECYCLE:
+        yield (
+            f"{key}.rule is lifecycle, but backend.engine {root.backend.engine} reports no lifecycle events, so "
+            "nothing could be checked: leave this check out."
+        )
     sides = (("left", check.left), ("right", check.right))
     for number, (side, name) in enumerate(sides):
         if number < NEEDED_SIDES.get(check.rule, 0):
             yield from _side(root, f"{key}.{side}", check.rule, name)
         elif name:
             yield f"{key}.{side} is {name!r}, but the rule {check.rule} does not look at it: leave it out."
+    if check.right.startswith(BASE) and _is_reference(check.left):
+        yield f"{key}.left is {check.left!r}; with the base on the right side it names an observation of this scenario."
     if check.left and check.left == check.right:
         yield f"{key} compares {check.left} with itself, which cannot fail."
 
 
 def _side(root: Root, key: str, rule: str, name: str) -> Problems:
     collector = NEEDED_COLLECTOR.get(rule, "tensors")
-    prefix, dot, checkpoint = name.partition(".")
-    if dot and prefix == FRESH and rule in ("equal", "same_generations"):
-        if checkpoint not in root.checkpoints:
+    if name.startswith(BASE):
+        yield from _base_side(root, key, rule)
+        name = name.removeprefix(BASE)
+    elif _is_reference(name) and rule in COMPARING:
+        if name.partition(".")[2] not in root.checkpoints:
             yield f"{key} is {name!r}; the references are: {', '.join(f'{FRESH}.{c}' for c in root.checkpoints)}."
         return
     observed = {step.name: step.collect for step in root.load_path.steps if step.do == "observe"}
@@ -100,18 +149,28 @@ def _side(root: Root, key: str, rule: str, name: str) -> Problems:
         yield f"{key} is {name!r}, which does not collect {collector}: the rule {rule} needs it."
 
 
+def _is_reference(name: str) -> bool:
+    return name.startswith(f"{FRESH}.")
+
+
+def _base_side(root: Root, key: str, rule: str) -> Problems:
+    """`base/NAME`: what the base arm observed at NAME, which the candidate must equal."""
+    if rule not in COMPARING:
+        yield f"{key} names an observation of the base, which only these rules compare with: {', '.join(COMPARING)}."
+    if key.endswith(".left"):
+        yield f"{key} names an observation of the base, which is always what is expected: put it on the right side."
+    if "base" not in cell_arms(root):
+        yield (
+            f"{key} names an observation of the base, but there is no base: set code.base.environment, code.base.path "
+            "or code.base.commit."
+        )
+
+
 def _checkpoints(root: Root) -> Problems:
     for name, checkpoint in root.checkpoints.items():
         key = f"checkpoints.{name}"
         if checkpoint.perturbation not in PERTURBATIONS:
             yield f"{key}.perturbation is {checkpoint.perturbation!r}; it is one of: {', '.join(PERTURBATIONS)}."
-        if checkpoint.perturbation == "one_tensor":
-            known = {tensor.name for tensor in checkpoint_tensors(root.model.kimi_k3)}
-            if checkpoint.perturbation_target not in known:
-                yield (
-                    f"{key}.perturbation_target is {checkpoint.perturbation_target!r}, which is not one of the "
-                    f"{len(known)} tensors of {root.model.name}, such as {min(known)}."
-                )
         if checkpoint.path is not None and root.cluster.kind == "local":
             folder = Path(checkpoint.path).expanduser()
             if not any(folder.glob("*.safetensors")):
@@ -121,20 +180,24 @@ def _checkpoints(root: Root) -> Problems:
 
 def _same_weights(root: Root) -> Problems:
     """An every-tensor-changed rule between loads of equal weights could only fail."""
-    loaded: str | None = None
-    dummy = False
-    at: dict[str, tuple[str | None, bool]] = {}
-    for step in root.load_path.steps:
+    held: tuple[str, str] = (
+        "",
+        "",
+    )  # checkpoint, and where values come from instead where it is not the files
+    at: dict[str, tuple[str, str]] = {}
+    for number, step in enumerate(root.load_path.steps):
         if step.do == "observe":
-            at[step.name] = (loaded, dummy)
-        else:
-            loaded, dummy = step.checkpoint, step.via == "dummy"
+            at[step.name] = held
+        elif step.do in ("start", "update"):
+            held = (step.checkpoint, "dummy" if step.via == "dummy" else "")
+        elif step.do == "sleep" and step.level == 2:
+            held = (held[0], f"discarded by step {number}")
     for check in root.load_path.checks:
         if check.rule != "all_changed" or check.left not in at or check.right not in at:
             continue
-        (left, left_dummy), (right, right_dummy) = at[check.left], at[check.right]
-        equal = left == right or root.checkpoints.get(left or "") == root.checkpoints.get(right or "")
-        if equal and left_dummy == right_dummy:
+        (left, left_instead), (right, right_instead) = at[check.left], at[check.right]
+        equal = left == right or root.checkpoints.get(left) == root.checkpoints.get(right)
+        if equal and left_instead == right_instead:
             yield (
                 f"load_path.checks.{check.name} wants every weight changed between {check.left} and {check.right}, "
                 f"but both hold the same weights ({left}, {right}): set checkpoints.{right}.perturbation=every_tensor "

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.checkpoint_rules import checkpoint_problems
+from orchestrator.schema import Root
+from workloads.spec import Checkpoint
+
 ROOT = Path(__file__).parents[2]
 NORM = "language_model.model.norm.weight"
 
@@ -114,3 +118,53 @@ def test_bad_weights_are_refused(
     assert says in said
     assert "nothing was run or submitted" in said
     assert not list(store.glob("cells/*/attempt*"))
+
+
+def decoder(folder: Path, *lost: str, **changed: object) -> Path:
+    """Two shards of a transformers model, without the files `lost`. changed: entries of tensor `b`."""
+    folder.mkdir()
+    sound = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for name, file in (("a", "model-1.safetensors"), ("b", "model-2.safetensors")):
+        write(folder / file, {str(changed.get("name", name)) if name == "b" else name: dict(sound)}, bytes(8))
+    if "data" in changed:
+        write(folder / "model-2.safetensors", {"b": dict(sound)}, changed["data"])  # type: ignore[arg-type]
+    if "dtype" in changed:
+        write(folder / "model-2.safetensors", {"b": {**sound, "dtype": "F16", "shape": [4]}}, bytes(8))
+    placed = {"a": "model-1.safetensors", str(changed.get("name", "b")): "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (folder / "config.json").write_text(json.dumps(changed.get("config", {"model_type": "llama"})))
+    for name in lost:
+        (folder / name).unlink()
+    return folder
+
+
+def problems(**paths: Path) -> list[str]:
+    root = Root()
+    root.model.architecture = "transformers"
+    root.checkpoints = {name: Checkpoint(path=str(path)) for name, path in paths.items()}
+    return list(checkpoint_problems(root))
+
+
+def test_sound_weights_of_transformers_pass(tmp_path: Path) -> None:
+    assert problems(old=decoder(tmp_path / "a"), new=decoder(tmp_path / "b")) == []
+
+
+@pytest.mark.parametrize(
+    ("lost", "changed", "says"),
+    [
+        (["model-2.safetensors"], {}, "the file is missing, but the index names it"),
+        (["config.json"], {}, "config.json is missing"),
+        ([], {"config": {"hidden_size": 4}}, "there is no model_type in it"),
+        ([], {"data": b"\x00\x00\xc0\x7f" + bytes(4)}, "holds 1 NaN or infinite values"),
+        ([], {"name": "c"}, "tensor 'b' is in"),
+        ([], {"name": "c"}, "tensor 'c' is in"),
+        ([], {"dtype": "F16"}, "tensor 'b' is F32 (2,) in"),
+    ],
+)
+def test_bad_weights_of_transformers_are_refused(
+    lost: list[str], changed: dict[str, object], says: str, tmp_path: Path
+) -> None:
+    found = problems(old=decoder(tmp_path / "good"), new=decoder(tmp_path / "bad", *lost, **changed))
+    assert any(says in problem for problem in found), found
+    assert all(problem.startswith("checkpoints.new.path") for problem in found), found
+    assert all(problem.endswith(".") for problem in found), found

@@ -1,0 +1,76 @@
+"""Reads configurations of transformers models as the control side needs them: plain JSON, no transformers."""
+
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from orchestrator.schema import Root
+from workloads.loading.shards import CheckpointError, read_config
+
+CONFIG = "config.json"
+KEY = "model.transformers"
+ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # of `layer_types`
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")  # names in use
+
+Config = Mapping[str, Any]
+
+
+def configs(root: Root) -> list[tuple[str, Config]]:
+    """Each configuration that the cell names, with the key or file in which it stands. A folder without a readable
+    one is left out here: `orchestrator.checkpoint_rules` says what is wrong with it."""
+    given: list[tuple[str, Config]] = [(KEY, root.model.transformers)] if root.model.transformers else []
+    for checkpoint in root.checkpoints.values():
+        if checkpoint.path is not None:
+            folder = Path(checkpoint.path).expanduser()
+            try:
+                given.append((str(folder / CONFIG), read_model_config(folder)))
+            except CheckpointError:
+                continue
+    return list({where: (where, config) for where, config in given}.values())
+
+
+@cache
+def read_model_config(folder: Path) -> Config:
+    """The folder's config.json. Raises CheckpointError when it is absent or names no model."""
+    config = read_config(folder)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(
+            f"{folder / CONFIG}: there is no model_type in it, so no engine knows what model this is. Fetch the file "
+            "again."
+        )
+    return config
+
+
+def text_part(config: Config) -> Config:
+    """Of a model with several towers, the configuration of its language model."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
+
+
+def number(config: Config, *names: str) -> int | None:
+    """The first of these entries that is a positive whole number."""
+    values = (text_part(config).get(name) for name in names)
+    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), None)
+
+
+class Attention(NamedTuple):
+    """Sizes of a model's attention; `layers` counts those that keep keys and values of past tokens."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def attention(config: Config) -> Attention | None:
+    """None where the configuration does not say it in the common way."""
+    heads, layers = number(config, "num_attention_heads"), number(config, "num_hidden_layers")
+    hidden = number(config, "hidden_size")
+    if heads is None or layers is None or hidden is None:
+        return None
+    kinds = text_part(config).get("layer_types")
+    if isinstance(kinds, list):
+        layers = sum(str(kind) in ATTENTION_LAYERS for kind in kinds)
+    kv_heads = number(config, "num_key_value_heads") or heads
+    return Attention(layers, heads, kv_heads, number(config, "head_dim") or hidden // heads)
