@@ -3,12 +3,13 @@
 import hashlib
 import io
 import json
+import os
 import secrets
 import shutil
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,16 @@ from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
 from orchestrator.plan import FRESH, Cell, Reference, digest, references
-from orchestrator.provenance import SOURCES, checkout, source_hash
+from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step
 
 COLLECTIVE_MARGIN_S = 120  # a collective gives up later than the driver, who knows more about the hang
 GENERATE_TIMEOUT_S = 3600
+GENERATORS = {
+    "kimi_k3": "generate",
+    "transformers": "transformers_checkpoint",
+}  # modules of workloads.loading
 
 
 @dataclass(frozen=True)
@@ -136,34 +141,70 @@ def _unpack(repository: Path, commit: str, tree: Path) -> None:
 
 
 def _checkpoint_dir(cell: Cell, name: str, store: Store) -> Path:
-    """Folder of a checkpoint's files. Perturbations are views, so checkpoints of one seed share their files."""
+    """Folder of a checkpoint's files. Where perturbations are views, checkpoints of one seed share their files."""
     checkpoint = cell["checkpoints"][name]
-    if checkpoint["path"] is not None:
-        return Path(checkpoint["path"])
-    generator = checkout() / "workloads" / "loading" / "generate.py"
-    made_by = hashlib.sha256(generator.read_bytes()).hexdigest()
-    config = cell["model"]["kimi_k3"]
-    folder = store.checkpoints / digest([config, checkpoint["seed"], made_by])[:32]
+    base = Path(checkpoint["path"]) if checkpoint["path"] is not None else _generated(cell, checkpoint, store)
+    return _materialized(cell, checkpoint, base, store) if _needs_files(cell, checkpoint) else base
+
+
+def _needs_files(cell: Cell, checkpoint: Mapping[str, Any]) -> bool:
+    """vLLM reads folders: what is a view elsewhere is written out for it."""
+    return bool(cell["backend"]["engine"] == "vllm" and checkpoint["perturbation"] != "none")
+
+
+def _generated(cell: Cell, checkpoint: Mapping[str, Any], store: Store) -> Path:
+    """Base files of a checkpoint without a path, made when they are not there. transformers says what a checkpoint of
+    one of its configurations holds, so the engine's interpreter makes that: the candidate's, for both arms."""
+    architecture = cell["model"]["architecture"]
+    config, generator = cell["model"][architecture], GENERATORS[architecture]
+    folder = store.checkpoints / digest([config, checkpoint["seed"], _sources(generator, "streams")])[:32]
     if not folder.exists():
-        _generate(config, checkpoint["seed"], folder)
+        python = interpreter(cell, "candidate") if architecture == "transformers" else sys.executable
+        module = [python, "-m", f"workloads.loading.{generator}"]
+        _write_checkpoint(cell, lambda file: [*module, file, str(checkpoint["seed"])], config, folder)
     return folder
 
 
-def _generate(config: Mapping[str, Any], seed: int, folder: Path) -> None:
-    """In a process of its own: the driver imports no torch. Safe when several drivers do it at once."""
+def _materialized(cell: Cell, checkpoint: Mapping[str, Any], base: Path, store: Store) -> Path:
+    """Files of a perturbed checkpoint, written when they are not there."""
+    change = {key: value for key, value in checkpoint.items() if key.startswith("perturbation")}
+    of = [str(base), folder_state(base), change, _sources("materialize", "perturb")]
+    folder = store.checkpoints / digest(of)[:32]
+    if not folder.exists():
+        module = [sys.executable, "-m", "workloads.loading.materialize"]
+        _write_checkpoint(cell, lambda file: [*module, str(base), file], checkpoint, folder)
+    return folder
+
+
+def _sources(*modules: str) -> list[str]:
+    """Digests of the modules of workloads/loading that decide which bytes are written."""
+    folder = checkout() / "workloads" / "loading"
+    return [hashlib.sha256((folder / f"{module}.py").read_bytes()).hexdigest() for module in modules]
+
+
+def _write_checkpoint(
+    cell: Cell, command: Callable[[str], list[str]], described: Mapping[str, Any], folder: Path
+) -> None:
+    """Runs `command(file of described) + [folder]` in a process of its own: the driver imports no torch. Safe when
+    several drivers do it at once. Raises AttemptError."""
     file = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}.json")
-    file.write_text(json.dumps(config))
-    command = [sys.executable, "-m", "workloads.loading.generate", str(file), str(seed), str(folder)]
+    file.write_text(json.dumps(described))
+    environment = {**os.environ, **cell["backend"]["env"]}
     try:
         done = subprocess.run(
-            command, cwd=checkout(), capture_output=True, text=True, timeout=GENERATE_TIMEOUT_S
+            [*command(str(file)), str(folder)],
+            cwd=checkout(),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=GENERATE_TIMEOUT_S,
         )
     finally:
         file.unlink()
     if done.returncode != 0:
         kind = "disk_full" if "No space left on device" in done.stderr else "checkpoint"
         last = done.stderr.strip().splitlines()[-1:]
-        message = f"Generating {folder} failed with code {done.returncode}: {' '.join(last)}"
+        message = f"Writing {folder} failed with code {done.returncode}: {' '.join(last)}"
         raise AttemptError(kind, message, log_tail=done.stderr[-8000:])
 
 
@@ -215,7 +256,11 @@ def _spec(staged: Staged, arm: str, output: Path, steps: Sequence[Step]) -> Gang
         {
             "name": output.name,
             "output": str(output),
-            **{key: cell[key] for key in ("model", "parallelism", "backend", "checkpoints")},
+            **{key: cell[key] for key in ("model", "parallelism", "backend")},
+            "checkpoints": {
+                name: {**checkpoint, "perturbation": "none"} if _needs_files(cell, checkpoint) else checkpoint
+                for name, checkpoint in cell["checkpoints"].items()  # files that are written out are no views
+            },
             "checkpoint_dirs": dict(staged.checkpoint_dirs),
             "steps": [asdict(step) for step in steps],
             "sampling": {"generations": collect["sampling"], "gsm8k": asdict(gsm8k_sampling)},

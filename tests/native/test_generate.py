@@ -72,7 +72,7 @@ def test_a_tensor_does_not_depend_on_what_was_made_before() -> None:
 def test_values_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS[LAYER + "self_attn.q_proj.weight"]
     whole = generate_tensor(spec, 0)
-    monkeypatch.setattr("workloads.loading.generate.CHUNK", 1000)
+    monkeypatch.setattr("workloads.loading.streams.CHUNK", 1000)
     assert torch.equal(generate_tensor(spec, 0), whole)
 
 

@@ -30,6 +30,7 @@ KINDS = ("every_tensor", "one_tensor", "scales_only", "expert_tagged")
 TAG_SCALE = 117  # tagged scale bytes are this plus an octal digit of the expert id: 2^-10 to 2^-3
 TAG_DIGITS = 4  # octal digits of an expert id in its scales
 TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the expert id, low byte first
+WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 BLOCK = 1 << 20  # bytes changed at a time
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MANTISSA = {
@@ -161,8 +162,9 @@ def open_view(spec: Checkpoint, folder: str | Path) -> CheckpointReader:
 
 def write_perturbed(view: PerturbedCheckpoint, folder: Path, shard_bytes: int = 4 << 30) -> Path:
     """Write the view's files to `folder`, for engines that read only files, with whatever lies beside the base's
-    tensors (configuration, tokenizer). Atomic, and kept when already there, as `write_checkpoint`."""
-    beside = [path for path in view.folder.iterdir() if path.is_file() and path.suffix != ".safetensors"]
+    tensors (configuration, tokenizer), but for the same weights in other formats, which an engine might prefer.
+    Atomic, and kept when already there, as `write_checkpoint`."""
+    beside = [path for path in view.folder.iterdir() if path.is_file() and path.suffix not in WEIGHT_FILES]
     return write_checkpoint(
         folder,
         source=f"perturbed {view.identity()}",
