@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 
 from collectors.records import RecordWriter
-from workloads.engines.protocol import Engine
+from workloads.engines.protocol import Audited
 
 
-def gather_memory(engine: Engine, path: Path, rank: int) -> None:
+def gather_memory(engine: Audited, path: Path, rank: int) -> None:
     """Write one `memory` record: resident and peak bytes of the process, bytes of parameters and buffers
     by root, and of runtime tensors; on a GPU also the allocator's current and peak bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

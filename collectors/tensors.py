@@ -2,13 +2,15 @@
 
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collectors.classify import RUNTIME, classifier
 from collectors.fingerprint import fingerprints, why_unreadable
@@ -16,21 +18,59 @@ from collectors.parts import CheckpointReader, Record, Slices, audit_parts
 from collectors.records import RecordWriter, rank_file
 from collectors.trace import StorageTrace
 from collectors.walk import Found, storage_address, walk
-from workloads.engines.protocol import Engine
+from workloads.engines.protocol import Audited
+
+Packed = Mapping[str, Callable[[], Tensor]]
+
+
+class Pieces(Protocol):
+    """Says which slices of the checkpoint a rank holds, and how much of what it owes: `part` and `source` records."""
+
+    def records(
+        self, root: str, found: Sequence[Found], audited: set[str], reader: CheckpointReader
+    ) -> Iterator[tuple[str, Record]]: ...
+
+
+class DeclaredPieces:
+    """Of an engine that says itself which slice lies where."""
+
+    def __init__(self, engine: Audited) -> None:
+        self._engine = engine
+        # Slices of a checkpoint are read and hashed once, however often the engine is held against it.
+        self._slices: WeakKeyDictionary[CheckpointReader, Slices] = WeakKeyDictionary()
+
+    def records(
+        self, root: str, found: Sequence[Found], audited: set[str], reader: CheckpointReader
+    ) -> Iterator[tuple[str, Record]]:
+        known = self._slices.setdefault(reader, {})
+        return audit_parts(root, self._engine.parts(root), audited, reader, known)
 
 
 class TensorAuditor:
-    """Audits one engine in one process, observation by observation."""
+    """Audits one engine in one process, observation by observation.
 
-    def __init__(self, engine: Engine) -> None:
+    pieces: how the engine's tensors are held against the checkpoint. packed: bytes that a kernel holds and no tensor
+    shows, each read back by a call, by path (the root in front). around: what else is walked, of which nothing is owed
+    to a checkpoint. header: more fields of the records' header.
+    """
+
+    def __init__(
+        self,
+        engine: Audited,
+        pieces: Pieces | None = None,
+        packed: Callable[[], Packed] = dict,
+        around: Callable[[], Mapping[str, nn.Module]] = dict,
+        header: Mapping[str, Any] | None = None,
+    ) -> None:
         self._engine = engine
+        self._pieces = pieces or DeclaredPieces(engine)
+        self._packed, self._around = packed, around
+        self._header = dict(header or {})
         # As a captured graph would, the auditor holds the storage that each path had when it was first seen. So no
         # later storage can be given such an address, and an equal address means that nothing moved. The storage is
         # held and not the tensor, whose `.data` may be pointed at another storage.
         self._held: dict[str, torch.UntypedStorage] = {}
         self._trace: StorageTrace | None = None
-        # Slices of a checkpoint are read and hashed once, however often the engine is held against it.
-        self._slices: WeakKeyDictionary[CheckpointReader, Slices] = WeakKeyDictionary()
 
     def trace(self) -> StorageTrace:
         """Context manager for one forward; later observations report what it read and no walk reaches."""
@@ -50,26 +90,37 @@ class TensorAuditor:
     def _observe(self, path: Path, rank: int, name: str, checkpoint_reader: CheckpointReader) -> None:
         roots = self._engine.roots()
         runtime = self._engine.runtime_tensors()
-        found = walk(roots)
+        found = walk({**roots, **self._around()})
         found += _only_runtime(runtime, {one.storage for one in found})
         for one in found:
             if one.storage:
                 self._held.setdefault(one.path, one.tensor.untyped_storage())
+        found += _read_back(self._packed())
         classify = classifier(self._engine.rules(), {storage_address(t) for t in runtime.values()})
         tensors = _tensor_records(found, [classify(one) for one in found])
         audited = {path for record in tensors if _has_digest(record) for path in _names(record)}
         with RecordWriter(path) as writer:
             header = {"rank": rank, "observation": name, "pid": os.getpid(), "root_count": len(roots)}
-            writer.write("header", header)
+            writer.write("header", header | self._header)
             writer.write_all("tensor", tensors)
-            slices = self._slices.setdefault(checkpoint_reader, {})
             for root in roots:
-                parts = self._engine.parts(root)
-                for kind, record in audit_parts(root, parts, audited, checkpoint_reader, slices):
+                for kind, record in self._pieces.records(root, found, audited, checkpoint_reader):
                     writer.write(kind, record)
             if self._trace is not None:
-                seen = self._trace.unreachable({one.storage for one in found})
+                reached = {one.storage for one in found} | self._only_ours()
+                seen = self._trace.unreachable(reached)
                 writer.write_all("unreachable", (storage.record() for storage in seen))
+
+    def _only_ours(self) -> set[int]:
+        """Storages that live because the auditor holds them: nobody else does, so no forward can use them."""
+        held = {id(storage): storage for storage in self._held.values()}.values()
+        times = Counter(storage.data_ptr() for storage in held)
+        return {s.data_ptr() for s in held if _users(s) == times[s.data_ptr()]}
+
+
+def _users(storage: torch.UntypedStorage) -> int:
+    """How many tensors and storage objects share the memory; torch tells its graph trees the same way."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @contextmanager
@@ -95,6 +146,12 @@ def _only_runtime(runtime: Mapping[str, Tensor], reached: set[int]) -> Iterator[
         if address not in reached:
             path = name if ":" in name else f"{RUNTIME}:{name}"
             yield Found(path, path.partition(":")[0], "seen", tensor, address)
+
+
+def _read_back(packed: Packed) -> Iterator[Found]:
+    """What kernels hold, as tensors without a storage of their own."""
+    for path, read in packed.items():
+        yield Found(path, path.partition(":")[0], "packed", read(), 0)
 
 
 def _tensor_records(found: Sequence[Found], classes: Sequence[tuple[str, str]]) -> list[Record]:

@@ -51,7 +51,8 @@ class WalkError(RuntimeError):
 class Found:
     """A tensor, the path at which it was met first, and other paths to the same view of the same storage.
 
-    origin: parameter | buffer | attribute. storage: address of its storage, 0 where there is none.
+    origin: parameter | buffer | attribute; seen (named by the engine, met by no walk); packed (held by a kernel, read
+    back through it). storage: address of its storage, 0 where there is none.
     """
 
     path: str

@@ -68,7 +68,7 @@ def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, orde
     members: dict[int, Member] = {}
     well = True
     try:
-        for rank in ranks:
+        for rank in (rank for rank in ranks if rank % spec.ranks_per_member == 0):
             members[rank] = start_rank(spec, gang_file, rank, events)
         while members and well and not order.given() and not events.broken:
             well = reap(spec.name, members, events, stopped=order.given)

@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from collectors.records import RecordWriter, rank_file
 from workloads import scenario
-from workloads.engines.protocol import Engine
+from workloads.engines.protocol import InProcessEngine
 from workloads.loading.lifecycle import EventSink
+from workloads.observer import RankObserver
 from workloads.processes import die_with_parent
 from workloads.spec import GangSpec
 
-ENGINES = {"native": "workloads.engines.native:NativeEngine", "vllm": "workloads.engines.vllm:VllmEngine"}
+NATIVE = "workloads.engines.native:NativeEngine"
 REPORT_LIMIT = (
     16_000  # characters of a traceback kept in a report; with the message it stays below a pipe's 64 KiB
 )
@@ -37,17 +38,15 @@ REPORT_LIMIT = (
 log = logging.getLogger(__name__)
 
 
-MakeEngine = Callable[[GangSpec, int, EventSink], Engine]
+MakeEngine = Callable[[GangSpec, int, EventSink], InProcessEngine]
 
 
 def engine_class(name: str) -> MakeEngine:
-    """`native`, `vllm`, or `package.module:Class` for an engine of one's own."""
-    target = ENGINES.get(name, name)
-    module, separator, attribute = target.partition(":")
+    """An engine whose ranks are our processes: `native`, or `package.module:Class` for one of one's own."""
+    module, separator, attribute = (NATIVE if name == "native" else name).partition(":")
     if not separator:
-        known = ", ".join(sorted(ENGINES))
         raise ValueError(
-            f"backend.engine={name!r} is neither one of {known} nor a `package.module:Class` of your own."
+            f"backend.engine={name!r} is neither native, vllm nor a `package.module:Class` of your own."
         )
     return cast(MakeEngine, getattr(import_module(module), attribute))
 
@@ -90,6 +89,11 @@ def failure_report(error: BaseException) -> dict[str, Any]:
 
 
 def _play(spec: GangSpec, rank: int) -> None:
+    if spec.backend.engine == "vllm":
+        from workloads.engines.vllm.leader import lead  # only its own environment has vLLM
+
+        lead(spec, rank)
+        return
     _join(spec, rank)
     folder = Path(spec.output)
     with (
@@ -97,7 +101,7 @@ def _play(spec: GangSpec, rank: int) -> None:
         RecordWriter(rank_file(folder, "lifecycle", rank)) as lifecycle,
     ):
         engine = engine_class(spec.backend.engine)(spec, rank, lifecycle)
-        scenario.play(engine, spec, rank, progress)
+        scenario.play(engine, RankObserver(engine, spec, rank), spec, rank, [progress])
         engine.stop()
     # Rank 0 serves the rendezvous store: nobody leaves while another may still need it.
     dist.barrier()

@@ -52,11 +52,15 @@ class Backend:
     max_model_len: int = 8192
     max_batch_tokens: int = 8192  # tokens of one forward pass per data-parallel rank; sizes MegaMoE's buffer
     max_requests: int = 64  # concurrent requests per data-parallel rank; sizes KV and states
-    environment: str | None = None  # the engine's own: name of a lock file, installed by `orchestrator engine`
+    environment: str | None = (
+        None  # the engine's own: name of a lock file, installed by `orchestrator engine`
+    )
     python: str | None = None  # interpreter with the engine in it, instead of an environment; None: this one
     url: str | None = None  # of a running server to attach to, instead of starting an engine
     dtype: str = "auto"  # of weights and activations, in an engine that lets one choose
-    options: dict[str, Any] = field(default_factory=dict)  # further arguments of a foreign engine, by its names
+    options: dict[str, Any] = field(
+        default_factory=dict
+    )  # further arguments of a foreign engine, by its names
     env: dict[str, str] = field(default_factory=dict)  # variables of the engine's processes
 
 
@@ -126,6 +130,14 @@ class GangSpec:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     collective_timeout_s: int = 600
+
+    @property
+    def ranks_per_member(self) -> int:
+        """Ranks that one process of ours leads. vLLM starts the tensor-parallel ranks of a replica itself, and a
+        running server is one partner for all."""
+        if self.backend.engine != "vllm":
+            return 1
+        return self.parallelism.tp if self.backend.url is None else self.parallelism.ranks
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from workloads.engines.protocol import Generation, Part, Prompt, Rule
+from workloads.engines.protocol import Generation, Part, Prompt, Rule, UnsupportedError
 from workloads.engines.runner import Run, Served, check_prompts
 from workloads.engines.scheduler import Limits
 from workloads.engines.tokenizer import make_tokenizer
@@ -86,6 +86,12 @@ class NativeEngine:
         return self._load(
             via, lambda loader: loader.layerwise(reader) if via == "layerwise" else loader.direct(reader)
         )
+
+    def sleep(self, level: int) -> None:
+        raise UnsupportedError("The native engine has no sleep mode: its weights stay where they serve.")
+
+    def wake(self) -> None:
+        raise UnsupportedError("The native engine has no sleep mode to wake from.")
 
     def _open(self, checkpoint: str) -> CheckpointReader:
         reader = open_view(self.spec.checkpoints[checkpoint], Path(self.spec.checkpoint_dirs[checkpoint]))

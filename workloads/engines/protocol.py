@@ -1,6 +1,7 @@
 """What the scenario runner and the collectors may ask of an engine, native or foreign."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +12,19 @@ from workloads.loading.loader import UpdateStats
 from workloads.loading.weights import Part, Rule
 from workloads.spec import Sampling
 
-__all__ = ["Engine", "Generation", "Part", "Prompt", "Rule", "Tokenizer", "UpdateStats"]
+__all__ = [
+    "Audited",
+    "Engine",
+    "Generation",
+    "InProcessEngine",
+    "Observer",
+    "Part",
+    "Prompt",
+    "Rule",
+    "Tokenizer",
+    "UnsupportedError",
+    "UpdateStats",
+]
 
 
 class UnsupportedError(Exception):
@@ -46,14 +59,35 @@ class Tokenizer(Protocol):
 
 
 class Engine(Protocol):
+    """What a scenario does with an engine. Every method raises UnsupportedError for what this engine cannot do."""
+
     tokenizer: Tokenizer
 
     def start(self, checkpoint: str, via: str) -> UpdateStats: ...
     def update(self, checkpoint: str, via: str) -> UpdateStats: ...
+    def sleep(self, level: int) -> None: ...
+    def wake(self) -> None: ...
+    def generate(self, prompts: Sequence[Prompt], params: Sampling) -> list[Generation]: ...
+    def kv_capacity_tokens(self) -> int: ...
+    def stop(self) -> None: ...
+
+
+class Audited(Protocol):
+    """The tensors of one rank, in the process that holds them."""
+
     def roots(self) -> Mapping[str, nn.Module]: ...
     def parts(self, root: str) -> Sequence[Part]: ...
     def rules(self) -> Sequence[Rule]: ...
     def runtime_tensors(self) -> Mapping[str, torch.Tensor]: ...
-    def generate(self, prompts: Sequence[Prompt], params: Sampling) -> list[Generation]: ...
-    def kv_capacity_tokens(self) -> int: ...
-    def stop(self) -> None: ...
+
+
+class InProcessEngine(Engine, Audited, Protocol):
+    """An engine whose rank is this process."""
+
+
+class Observer(Protocol):
+    """Gathers what only the processes that hold the tensors see, on every rank that this process leads."""
+
+    def tensors(self, observation: str, checkpoint: str) -> None: ...
+    def memory(self, observation: str) -> None: ...
+    def tracing(self) -> AbstractContextManager[object]: ...

@@ -86,6 +86,22 @@ class Layout:
         return digest.hexdigest()[:32]
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder. Raises CheckpointError when it is missing or no JSON object."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is missing: a checkpoint brings the configuration of its model."
+        ) from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}. Copy the file again.") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} holds no JSON object. Copy the file again.")
+    return config
+
+
 def read_layout(folder: Path) -> Layout:
     """Read the index and every header of `folder`.
 

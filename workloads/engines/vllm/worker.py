@@ -1,0 +1,109 @@
+"""What runs inside every vLLM worker, added through `worker_extension_cls`; names begin with `refit_`.
+
+vLLM refuses an extension whose names its worker has already, so there is nothing here beside what is called.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from collectors.located import LocatedPieces
+from collectors.tensors import TensorAuditor
+from workloads.engines.protocol import Part, Rule
+from workloads.engines.vllm import transfer
+from workloads.engines.vllm.packed import packed_weights
+from workloads.engines.vllm.rules import Rules, read_rules
+from workloads.loading.checkpoint import open_checkpoint
+from workloads.observer import RankObserver
+from workloads.spec import GangSpec
+
+transfer.register()
+
+
+class WorkerModels:
+    """The models of one worker, as the auditor sees them: the target, and a drafter where there is one."""
+
+    def __init__(self, worker: Any, rules: Rules) -> None:
+        self._runner = worker.model_runner
+        self._rules = rules
+
+    def roots(self) -> Mapping[str, nn.Module]:
+        roots = {"target": self._runner.get_model()}
+        draft = getattr(getattr(self._runner, "drafter", None), "model", None)
+        return roots | ({"draft": draft} if isinstance(draft, nn.Module) else {})
+
+    def parts(self, root: str) -> Sequence[Part]:
+        """None: `collectors.located` finds them by content."""
+        return ()
+
+    def rules(self) -> Sequence[Rule]:
+        return self._rules.tensors
+
+    def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
+        """None by name: `around` has them."""
+        return {}
+
+    def around(self) -> Mapping[str, nn.Module]:
+        """What runs the models: its buffers, caches and samplers are state too, though nothing of a checkpoint."""
+        holder = nn.Module()
+        vars(holder)["state"] = self._runner
+        return {"runner": holder}
+
+
+class AuditExtension:
+    """Methods for `collective_rpc`. State lives in one attribute, set by `refit_prepare`."""
+
+    if TYPE_CHECKING:  # of vLLM's worker
+        rank: int
+        model_runner: Any
+        vllm_config: Any
+        reload_weights: Any
+
+    def refit_prepare(self, gang_file: str, first_rank: int) -> dict[str, Any]:
+        """Makes this worker the observer of its rank; returns which rank that is and which file runs here."""
+        import vllm
+
+        spec = GangSpec.read(Path(gang_file))
+        config = self.vllm_config
+        rank = first_rank + config.parallel_config.data_parallel_index * spec.parallelism.tp + self.rank
+        rules = read_rules(vllm.__version__)
+        models = WorkerModels(self, rules)
+        auditor = TensorAuditor(
+            models,
+            LocatedPieces(spec.parallelism.tp, rules.not_loaded),
+            packed=lambda: packed_weights(models.roots(), config.model_config.dtype),
+            around=models.around,
+            header={"engine": {"name": "vllm", "version": vllm.__version__, "rules": rules.version}},
+        )
+        self.refit_observer = RankObserver(models, spec, rank, auditor)
+        return {"rank": rank, "source": __file__}
+
+    def refit_tensors(self, observation: str, checkpoint: str) -> None:
+        self.refit_observer.tensors(observation, checkpoint)
+
+    def refit_memory(self, observation: str) -> None:
+        self.refit_observer.memory(observation)
+
+    def refit_trace(self, on: bool) -> None:
+        """Between these two calls every forward pass on this thread is traced."""
+        if on:
+            self.refit_tracing = self.refit_observer.tracing()
+            self.refit_tracing.__enter__()
+        else:
+            self.refit_tracing.__exit__(None, None, None)
+
+    def refit_names(self, folder: str) -> list[str]:
+        return list(open_checkpoint(folder).names())
+
+    def refit_iterate(self, folder: str) -> None:
+        """An update whose tensors come one by one, each in memory of its own that is gone after its turn."""
+        self.reload_weights(weights_iterator=_each(folder))
+
+
+def _each(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    reader = open_checkpoint(folder)
+    for name in reader.names():
+        yield name, reader.get(name).clone()
