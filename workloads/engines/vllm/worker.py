@@ -3,6 +3,7 @@
 vLLM refuses an extension whose names its worker has already, so there is nothing here beside what is called.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,8 @@ from workloads.loading.checkpoint import open_checkpoint
 from workloads.observer import RankObserver
 from workloads.spec import GangSpec
 
-transfer.register()
+if "vllm" in sys.modules:  # which imports this module before it looks for weight transfer engines
+    transfer.register()
 
 
 class WorkerModels:
