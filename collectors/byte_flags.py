@@ -1,9 +1,11 @@
 """What raw bytes say beside their digest: whether rows hold NaN, and which byte they repeat.
 
 NaN is looked for in the bit patterns: by the extremes of the bits read as integers, which reads memory and
-writes none, and exists for every dtype, unlike isnan.
+writes none, and exists for every dtype, unlike isnan. A sum, which runs on all threads, shows first that most
+rows have none.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +35,7 @@ _ONE_NAN: dict[torch.dtype, int] = {  # the only byte that is NaN
 _SIGNED: dict[int, type[np.integer[Any]]] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 _UNSIGNED: dict[int, type[np.integer[Any]]] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _REAL = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
+_SUMMED = {torch.float64, torch.float32, torch.bfloat16}  # float16 overflows: its sum would prove nothing
 _COMPARED_AT_ONCE = 1 << 20  # bytes
 
 
@@ -67,11 +70,19 @@ def nan_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """bool [n] for uint8 rows [n, k], contiguous, k a multiple of the size of `dtype`, on any device."""
     if not rows.is_cpu:
         return nan_rows_by_torch(rows, dtype)
+    if _sum_is_finite(rows, dtype):
+        return torch.zeros(len(rows), dtype=torch.bool)
     found, array = np.zeros(len(rows), np.bool_), rows.numpy()
     for test in nan_tests(dtype):
         if test.found(array.reshape(1, -1))[0]:  # ten times as fast as row by row, and most often enough
             found |= test.found(array)
     return torch.from_numpy(found)
+
+
+def _sum_is_finite(rows: Tensor, dtype: torch.dtype) -> bool:
+    """True only if there is no NaN, which any sum keeps; infinities and overflow make it False as well."""
+    dtype = _REAL.get(dtype, dtype)
+    return dtype in _SUMMED and math.isfinite(rows.view(dtype).sum().item())
 
 
 def nan_rows_by_torch(rows: Tensor, dtype: torch.dtype) -> Tensor:

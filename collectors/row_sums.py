@@ -22,6 +22,9 @@ ROW_BYTES = 4096
 SUMS = 16
 SUM_BYTES = 4 * SUMS  # of one row
 _ROWS_AT_ONCE = 256  # 1 MiB: stays in the L2 cache between the product and the search for NaN
+_ROWS_AT_ONCE_OF_THREADS = (
+    4096  # 16 MiB: threads wait for each other once per product, which costs more than L2 saves
+)
 _ROWS_AT_ONCE_ON_DEVICE = 65536  # 256 MiB
 _MINIMUM_ON_DEVICE = 32  # cuBLASLt refuses integer products of 16 rows and fewer
 _SEED = 0x7265666974737461
@@ -50,7 +53,7 @@ def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tupl
     """int32 [n, SUMS] for uint8 rows [n, ROW_BYTES], and bool [n]: which rows hold a NaN of `dtype`."""
     signed = rows.view(torch.int8)
     key = keys(level, rows.device)
-    step = _ROWS_AT_ONCE if rows.is_cpu else _ROWS_AT_ONCE_ON_DEVICE
+    step = _rows_at_once(rows.is_cpu)
     sums = torch.empty((len(rows), SUMS), dtype=torch.int32, device=rows.device)
     nan = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     for start in range(0, len(rows), step):
@@ -59,6 +62,12 @@ def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tupl
         if dtype is not None:
             nan[part] = nan_rows(rows[part], dtype)
     return sums, nan
+
+
+def _rows_at_once(is_cpu: bool) -> int:
+    if is_cpu:
+        return _ROWS_AT_ONCE if torch.get_num_threads() == 1 else _ROWS_AT_ONCE_OF_THREADS
+    return _ROWS_AT_ONCE_ON_DEVICE
 
 
 def _product(rows: Tensor, key: Tensor) -> Tensor:
