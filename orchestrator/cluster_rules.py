@@ -82,7 +82,7 @@ def _code(root: Root) -> Problems:
         if not all((tree / folder).is_dir() for folder in SOURCES):
             yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
             continue
-        known = _faults(tree)
+        known = _faults(tree, root.backend.engine)
         for fault in arm.faults:
             if fault not in known:
                 yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
@@ -94,8 +94,10 @@ def _code(root: Root) -> Problems:
 
 
 @cache
-def _faults(tree: Path) -> list[str]:
-    modules = (tree / "workloads" / "faults").glob("[!_]*.py")
+def _faults(tree: Path, engine: str) -> list[str]:
+    """Each engine has its own: in the native one they replace steps of a load, in vLLM they do harm after it."""
+    folder = "workloads/engines/vllm/faults" if engine == "vllm" else "workloads/faults"
+    modules = (tree / folder).glob("[!_]*.py")
     return sorted(module.stem for module in modules)
 
 

@@ -93,6 +93,7 @@ class VllmEngine:
             case _:
                 raise UnsupportedError(f"This adapter cannot update vLLM via {via!r}.")
         installed = time.perf_counter()
+        self.workers.inject(self.spec.faults)
         self.connection.reset_caches()
         return UpdateStats(
             install_s=installed - started,
@@ -170,6 +171,11 @@ class Workers:
             raise EngineError(
                 f"Workers of ranks {ranks} answered, the layout has {led}: the engine runs another layout."
             )
+
+    def inject(self, faults: Sequence[str]) -> None:
+        """Does the harm that the specification asks for, on the last rank only: no other may be blamed."""
+        for fault in faults:
+            self._rpc("refit_inject", fault=fault, rank=self._engine.spec.parallelism.ranks - 1)
 
     def tensors(self, observation: str, checkpoint: str) -> None:
         self._rpc("refit_tensors", observation=observation, checkpoint=checkpoint)

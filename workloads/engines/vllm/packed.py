@@ -6,7 +6,8 @@ each output is one product with 1 and sums of zeros. Only the sign of a zero is 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from types import FunctionType
+from functools import partial
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -17,32 +18,28 @@ ROWS_AT_ONCE = 512  # of the identity
 STEP = ".<packed>"
 
 
-def packed_weights(roots: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """By path, calls that return the weight [n, k] of each kernel, in the layout it has in a checkpoint.
+def packed_weights(roots: Mapping[str, nn.Module]) -> dict[str, Callable[[], Tensor]]:
+    """By path, calls that return the weight [n, k] of each kernel, in the layout it has in a checkpoint."""
+    return {
+        path: partial(read_back, cell.cell_contents, dtype)
+        for root, model in roots.items()
+        for path, cell, dtype in handlers(root, model)
+    }
 
-    dtype: of the activations that the kernels take.
+
+def handlers(root: str, model: nn.Module) -> Iterator[tuple[str, CellType, torch.dtype]]:
+    """(path, closure cell, dtype of the weight) of every kernel object that a module's own functions hold.
+
+    The path is what `collectors.walk` calls the object, and STEP.
     """
-    found = {}
-    for root, model in roots.items():
-        for name, module in model.named_modules():
-            for path, handler in _handlers(module):
-                joined = f"{root}:{name}.{path}" if name else f"{root}:{path}"
-                found[joined + STEP] = _reader(handler, dtype)
-    return found
-
-
-def _reader(handler: Any, dtype: torch.dtype) -> Callable[[], Tensor]:
-    return lambda: read_back(handler, dtype)
-
-
-def _handlers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Kernel objects in the closures of a module's own functions, named as `collectors.walk` names them."""
-    for attribute, value in vars(module).items():
-        if not isinstance(value, FunctionType):
-            continue
-        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            if type(cell.cell_contents).__name__ == HANDLER:
-                yield f"{attribute}.<closure {variable}>", cell.cell_contents
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if not isinstance(value, FunctionType):
+                continue
+            for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+                if type(cell.cell_contents).__name__ == HANDLER:
+                    place = f"{name}.{attribute}" if name else attribute
+                    yield f"{root}:{place}.<closure {variable}>{STEP}", cell, module.weight.dtype
 
 
 def read_back(handler: Any, dtype: torch.dtype) -> Tensor:

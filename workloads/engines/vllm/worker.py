@@ -3,6 +3,7 @@
 vLLM refuses an extension whose names its worker has already, so there is nothing here beside what is called.
 """
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import nn
 from collectors.located import LocatedPieces
 from collectors.tensors import TensorAuditor
 from workloads.engines.protocol import Part, Rule
-from workloads.engines.vllm import transfer
+from workloads.engines.vllm import faults, transfer
 from workloads.engines.vllm.packed import packed_weights
 from workloads.engines.vllm.rules import Rules, read_rules
 from workloads.loading.checkpoint import open_checkpoint
@@ -23,6 +24,9 @@ from workloads.spec import GangSpec
 
 if "vllm" in sys.modules:  # which imports this module before it looks for weight transfer engines
     transfer.register()
+
+
+log = logging.getLogger(__name__)
 
 
 class WorkerModels:
@@ -76,10 +80,11 @@ class AuditExtension:
         auditor = TensorAuditor(
             models,
             LocatedPieces(spec.parallelism.tp, rules.not_loaded),
-            packed=lambda: packed_weights(models.roots(), config.model_config.dtype),
+            packed=lambda: packed_weights(models.roots()),
             around=models.around,
             header={"engine": {"name": "vllm", "version": vllm.__version__, "rules": rules.version}},
         )
+        self.refit_models, self.refit_rank = models, rank
         self.refit_observer = RankObserver(models, spec, rank, auditor)
         return {"rank": rank, "source": __file__}
 
@@ -96,6 +101,14 @@ class AuditExtension:
             self.refit_tracing.__enter__()
         else:
             self.refit_tracing.__exit__(None, None, None)
+
+    def refit_inject(self, fault: str, rank: int) -> str | None:
+        """Harms the models of one rank; returns the path of what was harmed there."""
+        if rank != self.refit_rank:
+            return None
+        path = faults.inject(fault, self.refit_models.roots())
+        log.warning("rank %d: fault %s did harm to %s", rank, fault, path)
+        return path
 
     def refit_names(self, folder: str) -> list[str]:
         return list(open_checkpoint(folder).names())
