@@ -87,7 +87,8 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    if gang_set.gangs[0].backend.device == "cpu":
+    backend = gang_set.gangs[0].backend
+    if backend.device == "cpu" and backend.engine != "vllm":  # which shares the cores out itself
         variables["OMP_NUM_THREADS"] = (
             "1"  # the ranks of a node share its cores; threads do not survive a fork
         )
