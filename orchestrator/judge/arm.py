@@ -1,7 +1,6 @@
 """Judges one arm of an attempt: validity gates, then every check that the cell asks for."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from collectors.records import rank_file
@@ -18,7 +17,6 @@ from orchestrator.judge.tensor_rules import RULES, TensorJudge
 from orchestrator.judge.wording import tally_outcome
 
 Json = dict[str, Any]
-_SHOWN = 5
 
 
 class ArmJudge:
@@ -37,7 +35,7 @@ class ArmJudge:
 
     def checks(self) -> list[Json]:
         """Gates and checks as result.json holds them."""
-        asked = self._attempt.cell["load_path"]["checks"]
+        asked = self._attempt.checks(self._arm)
         found = [self._entry(check, self._outcome(check)) for check in asked]
         if self._tensors.observations and not any(check["rule"] == "coverage" for check in asked):
             found.insert(0, self._gate("coverage", self._coverage_outcome()))
@@ -115,13 +113,9 @@ class ArmJudge:
         """Totals of the observation that covers least, as result.json holds them."""
         name, worst = self._least_covered()
         return {
-            "fraction": worst.fraction,
-            "bytes": worst.audited,
-            "expected": worst.expected,
-            "vacuous": worst.vacuous,
-            "unclassified": worst.unclassified,
-            "unreachable": worst.unreachable,
-            "missing": list(worst.missing)[:_SHOWN],
+            **worst.totals(),
+            "missing": worst.shown_missing(),
+            "reasons": worst.shown_reasons(),
             "observation": name,
         }
 
@@ -135,14 +129,14 @@ class ArmJudge:
         threshold = self._attempt.cell["policy"]["coverage"]
         name, worst = self._least_covered()
         expected = f"at least {threshold:.2%} of the checkpoint's bytes audited, every tensor with a class"
-        counts: Json = {k: v for k, v in asdict(worst).items() if k != "missing"} | {"threshold": threshold}
+        counts: Json = worst.totals() | {"silent_ranks": worst.silent_ranks, "threshold": threshold}
         if not worst.expected or worst.silent_ranks:
             text = f"{worst.silent_ranks} ranks do not say how many bytes they owe, so coverage is unknown"
             return Outcome("ERROR", expected, text, counts)
-        text = f"{worst.fraction:.4%} of {worst.expected:,} bytes in `{name}`"
+        text = f"{worst.fraction:.4%} of {worst.expected:,} bytes in `{name}`{worst.left_out()}"
         if worst.fraction < threshold:
-            shown = ", ".join(f"`{m}`" for m in list(worst.missing)[:_SHOWN]) or "no names recorded"
-            return Outcome("FAIL", expected, f"{text}; not covered: {shown}", counts)
+            none = "" if worst.missing else "; not covered: no names recorded"
+            return Outcome("FAIL", expected, text + none, counts)
         if worst.unclassified or worst.unreachable:
             text += f"; {worst.unclassified} tensors have no class"
             text += f", {worst.unreachable} storages used in a forward are reached by no walk"

@@ -5,9 +5,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from collectors.records import rank_file
 from orchestrator.judge.records import Reader
 
+BASE = (
+    "base/"  # `base/updated` in a check: the base arm's observation, which the candidate's is compared with
+)
+REFERENCE = "reference.json"  # of a reference's folder: which observation in it is the fresh start, and of what attempt
+#: Engines that report no lifecycle events, so that their ranks write no such file.
+WITHOUT_LIFECYCLE = {"vllm"}
 PER_RANK = {"tensors", "memory"}  # collectors of which every rank writes a file; of the others, rank 0
 
 
@@ -32,13 +40,16 @@ class Arm:
 
     name: str
     folder: Path
-    references: Mapping[str, Path]  # `fresh.new` -> gang folder whose observation `fresh` is the reference
+    references: Mapping[str, Path]  # `fresh.new` -> folder of the observation that is the reference
+    base: Path | None = None  # folder of the base arm's gang, which the candidate may be compared with
 
     def observation(self, name: str) -> Path | None:
-        """Folder of an observation or of a reference; None for a reference that is not there."""
+        """Folder of an observation, of a reference, or of the base's observation (`base/updated`); None for what
+        the attempt does not have."""
         if name.startswith("fresh."):
-            gang = self.references.get(name)
-            return gang / "fresh" if gang else None
+            return self.references.get(name)
+        if name.startswith(BASE):
+            return self.base / name.removeprefix(BASE) if self.base else None
         return self.folder / name
 
 
@@ -64,30 +75,51 @@ class Attempt:
     @property
     def compared_references(self) -> set[str]:
         """References whose tensors a check compares with; only those recorded any."""
-        sides = {
-            c[side]
-            for c in self.cell["load_path"]["checks"]
-            if c["rule"] == "equal"
-            for side in ("left", "right")
-        }
-        return {side for side in sides if side.startswith("fresh.")}
+        return {side for side in self._compared if side.startswith("fresh.")}
+
+    @property
+    def compared_with_base(self) -> set[str]:
+        """Observations of the base, as `base/NAME`, whose tensors a check of the candidate compares with."""
+        return {side for side in self._compared if side.startswith(BASE)}
+
+    @property
+    def _compared(self) -> set[str]:
+        checks = [check for check in self.cell["load_path"]["checks"] if check["rule"] == "equal"]
+        return {check[side] for check in checks for side in ("left", "right")}
+
+    def checks(self, arm: Arm) -> list[Mapping[str, Any]]:
+        """What is asked of an arm: of the base, nothing that compares with the base."""
+        asked = self.cell["load_path"]["checks"]
+        if arm.name == "candidate":
+            return list(asked)
+        return [c for c in asked if not c["left"].startswith(BASE) and not c["right"].startswith(BASE)]
 
     def with_collector(self, collector: str) -> list[str]:
         return [m.name for m in self.moments.values() if collector in m.collect]
 
 
 def open_attempt(cell: Mapping[str, Any], folder: Path, references: Mapping[str, Path]) -> Attempt:
-    """references: `fresh.new` for the candidate; `base/fresh.new` for the same of the base arm."""
-    arms = [Arm("candidate", folder / "candidate", _of_arm(references, "candidate"))]
-    if cell["code"].get("base"):
-        arms.append(Arm("base", folder / "base", _of_arm(references, "base")))
+    """references: gang folders, `fresh.new` for the candidate; `base/fresh.new` for the same of the base arm."""
+    base = folder / "base" if cell["code"].get("base") else None
+    arms = [Arm("candidate", folder / "candidate", _of_arm(references, "candidate"), base)]
+    if base is not None:
+        arms.append(Arm("base", base, _of_arm(references, "base")))
     return Attempt(cell, folder, arms, timeline(cell["load_path"]["steps"]))
 
 
 def _of_arm(references: Mapping[str, Path], arm: str) -> dict[str, Path]:
     own = {name: path for name, path in references.items() if "/" not in name and arm == "candidate"}
     prefix = f"{arm}/"
-    return own | {n.removeprefix(prefix): p for n, p in references.items() if n.startswith(prefix)}
+    own |= {n.removeprefix(prefix): p for n, p in references.items() if n.startswith(prefix)}
+    return {name: path / _observed(path) for name, path in own.items()}
+
+
+def _observed(reference: Path) -> str:
+    """Name of the observation that is the reference: `fresh` of a gang of its own, or a scenario's after its start."""
+    try:
+        return str(orjson.loads((reference / REFERENCE).read_bytes())["observation"])
+    except (FileNotFoundError, orjson.JSONDecodeError):  # one that an earlier version of this project left
+        return "fresh"
 
 
 def timeline(steps: Sequence[Mapping[str, Any]]) -> dict[str, Moment]:
@@ -115,10 +147,11 @@ def check_files(attempt: Attempt, arm: Arm, reader: Reader) -> None:
                 reader.ranks(folder, collector, attempt.ranks)
             else:
                 reader.records(folder / f"{collector}.jsonl", 0)
-    for name, gang in arm.references.items():
+    for name, folder in arm.references.items():
         if name in attempt.compared_references:
-            reader.ranks(gang / "fresh", "tensors", attempt.ranks)
-    reader.ranks(arm.folder, "lifecycle", attempt.ranks)
+            reader.ranks(folder, "tensors", attempt.ranks)
+    if attempt.cell["backend"]["engine"] not in WITHOUT_LIFECYCLE:
+        reader.ranks(arm.folder, "lifecycle", attempt.ranks)
     _check_progress(attempt, arm, reader)
 
 

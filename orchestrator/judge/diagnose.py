@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orchestrator.judge.compare import Difference, differing_slices
 from orchestrator.judge.parts import is_padding, is_wrong, wanted
@@ -10,6 +10,8 @@ from orchestrator.judge.records import Audit, Record
 
 #: Bytes of a poisoned, never written storage.
 POISON = 0xFF
+#: Origin of bytes that a kernel holds and no tensor shows.
+PACKED = "packed"
 #: Contents that so many places share say nothing about where they came from (norms of ones, say).
 _COMMON = 4
 _INDISTINCT_BYTES = 16
@@ -45,7 +47,8 @@ class View:
     """What one rank's observation is judged by. expected: the other side of the check; before: the same
     process ahead of the load; truth: a fresh start on what was loaded; places: where given bytes belong, on
     any rank; identical_runs: whether the two sides loaded the same checkpoint in the same way, so that
-    nothing but chance can make them differ."""
+    nothing but chance can make them differ; is_other_version: whether `expected` is of the base arm, which
+    neither its checkpoint slices nor a fresh start of the candidate say anything about."""
 
     observed: Audit
     expected: Audit
@@ -53,10 +56,24 @@ class View:
     truth: Audit | None
     places: Callable[[Record, int], list[Place]]
     identical_runs: bool = False
+    is_other_version: bool = False
 
 
 def explain(view: View, difference: Difference) -> list[Cause]:
     """At least one cause of a difference that `compare` found."""
+    records = (difference.observed, difference.expected)
+    if any(record is not None and record.get("origin") == PACKED for record in records):
+        return [_told_packed(cause) for cause in _explain(view, difference)]
+    return _explain(view, difference)
+
+
+def _told_packed(cause: Cause) -> Cause:
+    """Nobody finds such a tensor by its path in the model."""
+    notes = (cause.note, "its bytes lie in a form of the kernel's own and were read back through the kernel")
+    return replace(cause, note="; ".join(filter(None, notes)))
+
+
+def _explain(view: View, difference: Difference) -> list[Cause]:
     path, status, got, want = difference
     rank = view.observed.rank
     if status == "missing" or got is None:
@@ -67,6 +84,9 @@ def explain(view: View, difference: Difference) -> list[Cause]:
     wrong = [name for name, part in parts.items() if is_wrong(part, got)]
     if wrong:
         return explain_parts(view, path, wrong)
+    if view.is_other_version:
+        note = "the base version holds other bytes after the same steps"
+        return [Cause("differs", rank, path, note=note, now=got["fp"], expected=want["fp"])]
     if _other_side_is_wrong(view, got, want):
         note = "it is the other side of the comparison that departs from a fresh start or the checkpoint"
         return [Cause("differs", rank, path, note=note, now=got["fp"], expected=want["fp"])]

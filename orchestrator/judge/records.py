@@ -22,6 +22,7 @@ _TENSOR_KEYS = frozenset(
 )
 _PART_KEYS = frozenset({"tensor", "part", "fp", "expected", "source", "nbytes"})
 _SOURCE_KEYS = frozenset({"root", "bytes_expected", "bytes_audited"})
+_SHARED_KEYS = _SOURCE_KEYS | {"tensors", "regions"}
 _GENERATION_KEYS = frozenset({"id", "token_ids", "top_logprobs"})
 _RANK_IN_NAME = re.compile(r"-(\d{5,})\.jsonl$")
 
@@ -171,7 +172,7 @@ class Reader:
                 _add_tensor(audit, value)
             elif kind == "part" and value.keys() >= _PART_KEYS:
                 _add_part(audit, value)
-            elif kind == "source" and value.keys() >= _SOURCE_KEYS:
+            elif kind == "source" and value.keys() >= (_SHARED_KEYS if value.get("shared") else _SOURCE_KEYS):
                 audit.sources.append(value)
             elif kind == "unreachable":
                 audit.unreachable.append(value)

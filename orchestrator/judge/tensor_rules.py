@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orchestrator.judge.attempt import Arm, Attempt, Moment
+from orchestrator.judge.attempt import BASE, Arm, Attempt, Moment
 from orchestrator.judge.compare import compare, moved, unchanged
 from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.diagnose import Cause, View, explain, explain_parts
@@ -39,10 +39,12 @@ class TensorJudge:
 
     def __init__(self, attempt: Attempt, arm: Arm, reader: Reader, ledger: Ledger) -> None:
         self.attempt, self.arm, self.reader, self.ledger = attempt, arm, reader, ledger
-        checks = attempt.cell["load_path"]["checks"]
-        self.tallies = {check["name"]: Tally(check) for check in checks if check["rule"] in RULES}
+        self.tallies = {c["name"]: Tally(c) for c in attempt.checks(arm) if c["rule"] in RULES}
         self.observations = attempt.with_collector("tensors")
-        self.coverage = {name: Coverage() for name in self.observations}
+        layout = attempt.cell["parallelism"]
+        group = max(layout["tp"], layout["ep"])
+        self.coverage = {name: Coverage(group) for name in self.observations}
+        self._compared = attempt.compared_references | attempt.compared_with_base
         self._places: dict[str, Places] = {}
         self._replicas: dict[str, list[Prints]] = {name: [] for name in self.observations}
         self._audits: dict[str, Audit | None] = {}
@@ -58,6 +60,8 @@ class TensorJudge:
                 for tally in self.tallies.values():
                     self._judge(tally)
             self._audits = {}
+            for coverage in self.coverage.values():
+                coverage.finish()
             self._explain_shortfall()
             for tally in self.tallies.values():
                 if tally.check["rule"] == "replicas":
@@ -93,7 +97,8 @@ class TensorJudge:
         for name, coverage in self.coverage.items():
             if coverage.fraction < self.attempt.cell["policy"]["coverage"]:
                 for path, rank in coverage.missing.items():
-                    self._find(name, Cause("vacuous", rank, path, note="no audited tensor holds it"))
+                    why = coverage.reasons.get(path, "no audited tensor holds it")
+                    self._find(name, Cause("vacuous", rank, path, note=why))
 
     def _find(self, observation: str, cause: Cause) -> None:
         self.ledger.add(self.arm.name, observation, "coverage", [cause])
@@ -104,7 +109,7 @@ class TensorJudge:
         """This rank's audit of an observation or reference; None where there is no whole one."""
         if name not in self._audits:
             folder = self.arm.observation(name)
-            known = name in self.observations or name in self.attempt.compared_references
+            known = name in self.observations or name in self._compared
             audit = self.reader.audit(folder, self._rank) if folder and known else None
             self._audits[name] = audit if audit and audit.whole else None
         return self._audits[name]
@@ -114,7 +119,13 @@ class TensorJudge:
         audit = self._audit(name)
         if audit is None and name.startswith("fresh.") and self.arm.observation(name) is None:
             tally.errors[f"there is no reference `{name}` for arm {self.arm.name}"] = None
-        elif audit is None and not name.startswith("fresh.") and name not in self.observations:
+        elif audit is None and name.startswith(BASE) and self.arm.observation(name) is None:
+            tally.errors[f"there is no base arm, so nothing is `{name}`"] = None
+        elif (
+            audit is None
+            and not name.startswith("fresh.")
+            and name.removeprefix(BASE) not in self.observations
+        ):
             tally.errors[f"there is no observation `{name}` that collects tensors"] = None
         elif audit is None:
             tally.errors[f"the records of `{name}` are not whole"] = None
@@ -211,6 +222,7 @@ class TensorJudge:
             truth=self._audit(truth),
             places=self._places_of(left, truth).of,
             identical_runs=self._identical_runs(moment, right),
+            is_other_version=right.startswith(BASE),
         )
 
     def _identical_runs(self, moment: Moment, right: str) -> bool:
