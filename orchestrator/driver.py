@@ -25,8 +25,9 @@ from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.launch import find_allocation
 from orchestrator.plan import Cell, cell_id
 from orchestrator.progress import Display, display
+from orchestrator.publish import publish
 from orchestrator.result import unjudged
-from orchestrator.staging import arm_gangs, publish, stage
+from orchestrator.staging import arm_gangs, stage
 from orchestrator.store import RESULT, Store, read_json, write_json
 
 USAGE = 2
@@ -80,7 +81,7 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
         recorder.shown.board.expect(gangs.gang_set.gangs)
         recorder.phase(f"{arm}: {', '.join(spec.name for spec in gangs.gang_set.gangs)}")
         gang.run(gangs.gang_set, allocation, float(cell["policy"]["step_timeout_s"]), recorder.take)
-        publish(store, gangs.built)
+        publish(store, gangs)
     recorder.phase("judging")
     return judge_attempt(cell, attempt, store.reference_dirs(cell))
 

@@ -18,7 +18,9 @@ from orchestrator.failure import Failure
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.plan import Cell
 from orchestrator.planning import Plan, Planned
+from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
+from orchestrator.starts import cheapest_order
 from orchestrator.store import RESULT, Store, read_json, write_json
 
 Json = dict[str, Any]
@@ -34,7 +36,10 @@ def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
     for one in plan.cells:
         store.write_cell(one.cell)
     folder = store.new_experiment(plan.name)
-    cells = [{"id": one.id, "labels": one.cell["labels"], "attempt": None} for one in plan.cells]
+    cells = [
+        {"id": one.id, "labels": one.cell["labels"], "arguments": list(one.arguments), "attempt": None}
+        for one in plan.cells
+    ]
     created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
     write_json(
         folder / "cells.json",
@@ -47,6 +52,7 @@ def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
     """Runs what is missing, on this machine or on Slurm; returns the exit code of the verdict."""
     missing = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
     local = [one for one in missing if one.cell["cluster"]["kind"] == "local"]
+    local = [local[number] for number in cheapest_order([one.cell for one in local])]
     _refuse_busy(store, local)
     out.print(f"{escape(folder.name)}: cells {len(plan.cells)}, to run {len(missing)}")
     chosen = {
@@ -199,7 +205,6 @@ def _results(store: Store, entry: Json, revise: Callable[[Cell, Path, Json], Jso
         return [unjudged(cell, entry["id"], "", "NOT_RUN", failure)]
     earlier, (path, last) = [result for _, result in found[:-1]], found[-1]
     counted = revise(cell, path, last) if revise is not None else last
-    return [
-        *earlier,
-        {**counted, "labels": entry["labels"]},
-    ]  # a reused cell bears the names of this experiment
+    # A reused cell bears the names of this experiment.
+    named = {**counted, "labels": entry["labels"]}
+    return [*earlier, {**named, "reproduction": reproduction(cell, named, path, entry.get("arguments"))}]

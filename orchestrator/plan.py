@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from orchestrator.engine_env import environment_identity
 from orchestrator.schema import Arm, LoadPath, Root
 
 FORMAT = 1
+FRESH_VIA = "safetensors"  # how a fresh start loads
 FRESH = "fresh"  # the observation of a reference; `fresh.new` in a check names the one on checkpoint `new`
 
 Cell = dict[str, Any]
@@ -112,6 +114,32 @@ def references(cell: Cell) -> list[Reference]:
         if cell["code"][arm] is not None
         for checkpoint, collect in needs.items()
     ]
+
+
+def served(cell: Cell, arm: str) -> dict[str, str]:
+    """References of an arm that its scenario's own start makes: key -> name of the observation after the start.
+
+    None where a check would then compare what the start left with itself: a gang of its own is the evidence there.
+    """
+    steps = cell["load_path"]["steps"]
+    if not steps or (steps[0]["do"], steps[0]["via"]) != ("start", FRESH_VIA):
+        return {}
+    untouched = list(takewhile(lambda step: step["do"] == "observe", steps[1:]))
+    if not untouched:
+        return {}
+    own = {step["name"] for step in untouched}
+    pairs = [{check["left"], check["right"]} for check in cell["load_path"]["checks"]]
+    against_own = {name for pair in pairs if pair & own for name in pair}
+    needed = [ref for ref in references(cell) if ref.arm == arm]
+    unfit = {ref.key for ref in needed if ref.name in against_own}
+    collected, checkpoint = set(untouched[0]["collect"]), steps[0]["checkpoint"]
+    return {
+        ref.key: untouched[0]["name"]
+        for ref in needed
+        if ref.key == _reference_key(cell, arm, checkpoint, set(ref.collect))
+        and collected.issuperset(ref.collect)
+        and ref.key not in unfit
+    }
 
 
 def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> str:

@@ -16,11 +16,12 @@ from orchestrator.schema import Root
 
 @dataclass(frozen=True)
 class Planned:
-    """One valid cell with the config that it was frozen from."""
+    """One valid cell with the config that it was frozen from, and the command line that plans it alone."""
 
     id: str
     cell: Cell
     root: Root
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Plan:
 def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | None = None) -> Plan:
     """Cells that are equal in all that they measure are planned once. Raises ConfigError with all problems."""
     composed = compose(arguments, multirun, config_dir)
+    own_files = () if config_dir is None else ("--config-dir", config_dir)
     cells: dict[str, Planned] = {}
     for one in composed:
         if one.root is None or (found := problems(one.root) or _outside(one.root)):
@@ -45,7 +47,7 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
             one.problems.append(str(error))
             continue
         name = cell_id(frozen)
-        cells.setdefault(name, Planned(name, frozen, one.root))
+        cells.setdefault(name, Planned(name, frozen, one.root, (*own_files, *one.overrides)))
     wrong = _grouped(composed)
     roots = [one.root for one in composed if one.root is not None]
     if wrong or (wrong := _not_shared(roots)):

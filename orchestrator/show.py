@@ -14,6 +14,7 @@ from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
 from orchestrator.sbatch import script
 from orchestrator.schema import RULES, Root
+from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
 from workloads.models.kimi_k3.tensors import bytes_by_component
 
@@ -43,8 +44,9 @@ def show_plan(out: Console, plan: Plan, store: Store) -> None:
     if shared:
         out.print(f"\n[bold]Checks[/]{' of every cell' if len(plan.cells) > 1 else ''}")
         _checks(out, plan.cells[0].cell)
+    sources = _sources(plan, store)
     for one in plan.cells:
-        _cell(out, one, store)
+        _cell(out, one, sources[one.id])
         if not shared:
             _checks(out, one.cell)
         _where(out, one, store)
@@ -165,13 +167,13 @@ def _checkpoints(out: Console, root: Root) -> None:
         out.print(f"the store receives {size} of random ones, whose answers mean nothing.")
 
 
-def _cell(out: Console, one: Planned, store: Store) -> None:
+def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
     out.print(f"\n[bold]Cell {one.id}[/]")
     out.print(escape("  " + ", ".join(f"{key}={value}" for key, value in one.cell["labels"].items())))
     _steps(out, one.cell)
     _update_memory(out, one.root)
-    for reference in references(one.cell):
-        out.print(_reference_line(reference, store))
+    for line in sources:
+        out.print(line)
 
 
 def _where(out: Console, one: Planned, store: Store) -> None:
@@ -200,10 +202,36 @@ def _checks(out: Console, cell: Cell) -> None:
     out.print(rows)
 
 
-def _reference_line(reference: Reference, store: Store) -> str:
-    there = (store.references / reference.key).is_dir()
-    state = "in the store" if there else "to be built by a fresh start"
-    return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {state}"
+def _sources(plan: Plan, store: Store) -> dict[str, list[str]]:
+    """By cell: a line for each reference that says where it comes from, and the engine starts."""
+    lines = {one.id: [_reference_line(r, "in the store") for r in references(one.cell)] for one in plan.cells}
+    running = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
+    for together in _one_by_one(running):
+        found = engine_starts([one.cell for one in together], lambda key: (store.references / key).is_dir())
+        for one, starts in zip(together, found, strict=True):
+            lines[one.id] = [_reference_line(s.reference, _origin(s, one, together)) for s in starts.sources]
+            lines[one.id].append(f"  engine starts: {starts.count}")
+    return lines
+
+
+def _one_by_one(running: Sequence[Planned]) -> list[list[Planned]]:
+    """Cells that run one after another, so that each finds what those before it left; jobs run at any time."""
+    local = [one for one in running if one.cell["cluster"]["kind"] != "slurm"]
+    ordered = [local[number] for number in cheapest_order([one.cell for one in local])]
+    return [ordered, *([one] for one in running if one.cell["cluster"]["kind"] == "slurm")]
+
+
+def _origin(source: Source, one: Planned, running: Sequence[Planned]) -> str:
+    if source.by is None:
+        return "in the store"
+    maker = running[source.by]
+    if source.is_served:
+        return f"served by the start of {'this cell' if maker is one else f'cell {maker.id[:SHORT]}'}"
+    return "to be built by a fresh start" if maker is one else f"built for cell {maker.id[:SHORT]}"
+
+
+def _reference_line(reference: Reference, origin: str) -> str:
+    return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {origin}"
 
 
 def _script(out: Console, one: Planned, store: Store) -> None:

@@ -18,7 +18,7 @@ from collectors.gsm8k import questions as gsm8k
 from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
-from orchestrator.plan import FRESH, Cell, Reference, digest, references
+from orchestrator.plan import FRESH, FRESH_VIA, Cell, Reference, digest, references, served
 from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step
@@ -45,10 +45,16 @@ class Staged:
 
 @dataclass(frozen=True)
 class ArmGangs:
-    """One arm's gangs: the references that nobody has built yet, then the scenario. built: key to folder."""
+    """One arm's gangs: the references that nobody has built yet, then the scenario.
+
+    built: key to folder of a gang of its own. served: key to the folder of the observation in which the scenario's
+    own start makes the reference. collect: what each reference gathers, by key.
+    """
 
     gang_set: GangSet
     built: Mapping[str, Path]
+    served: Mapping[str, Path]
+    collect: Mapping[str, Sequence[str]]
 
 
 def stage(cell: Cell, store: Store, attempt: Path, allocation: Allocation | None) -> Staged:
@@ -66,8 +72,9 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
         if ref.arm == arm and not (store.references / ref.key).exists()
     }
     prefix = "" if arm == "candidate" else f"{arm}-"
-    built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items()}
-    specs = [_spec(staged, arm, built[key], _reference_steps(ref)) for key, ref in missing.items()]
+    own = {key: name for key, name in served(cell, arm).items() if key in missing}
+    built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items() if key not in own}
+    specs = [_spec(staged, arm, folder, _reference_steps(missing[key])) for key, folder in built.items()]
     specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
     gang_set = GangSet(
         folder=staged.attempt / arm,
@@ -79,7 +86,12 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
         image=cluster["image"],
         mounts=[f"{path}:{path}" for path in (store.root, *_given_checkpoints(cell))] + cluster["mounts"],
     )
-    return ArmGangs(gang_set, built)
+    return ArmGangs(
+        gang_set,
+        built,
+        {key: staged.attempt / arm / name for key, name in own.items()},
+        {key: ref.collect for key, ref in missing.items()},
+    )
 
 
 def interpreter(cell: Cell, arm: str) -> str:
@@ -91,13 +103,7 @@ def interpreter(cell: Cell, arm: str) -> str:
     return str(cell["backend"]["python"] or ("python3" if cell["cluster"]["image"] else sys.executable))
 
 
-def publish(store: Store, built: Mapping[str, Path]) -> None:
-    """Moves complete references into the store."""
-    for key, folder in built.items():
-        _move_in(folder, store.references / key)
-
-
-def _move_in(folder: Path, final: Path) -> None:
+def move_in(folder: Path, final: Path) -> None:
     """Renames a complete folder into place, in one step. Where another process was faster, its equal is kept."""
     final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:
@@ -137,7 +143,7 @@ def _unpack(repository: Path, commit: str, tree: Path) -> None:
     temporary.mkdir(mode=0o700, parents=True)
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
         tar.extractall(temporary, filter="data")
-    _move_in(temporary, tree)
+    move_in(temporary, tree)
 
 
 def _checkpoint_dir(cell: Cell, name: str, store: Store) -> Path:
@@ -244,7 +250,7 @@ def _gsm8k_prompts(cell: Cell) -> Iterable[dict[str, str]]:
 
 def _reference_steps(reference: Reference) -> list[Step]:
     return [
-        Step("start", reference.checkpoint, "safetensors"),
+        Step("start", reference.checkpoint, FRESH_VIA),
         Step("observe", name=FRESH, collect=list(reference.collect)),
     ]
 

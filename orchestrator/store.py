@@ -172,10 +172,10 @@ def write_json(path: Path, data: Any, durable: bool = True) -> None:
             os.fsync(file.fileno())
     temporary.replace(path)
     if durable:
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

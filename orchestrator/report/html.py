@@ -39,6 +39,8 @@ def html(verdict: Json, store: str = "../..") -> str:
         common=shared.common_labels(verdict),
         labels=shared.label_keys(verdict),
         caveats=shared.caveats(verdict),
+        left_out=shared.left_out(verdict),
+        starts=shared.starts_text(verdict),
         has_base=shared.has_base(verdict),
         cells=[_cell(row, store) for row in found],
     )
@@ -76,6 +78,8 @@ def _cell(row: Row, store: str) -> dict[str, Any]:
         "candidate": shared.arm_summary(cell, "candidate"),
         "base_verdict": shared.base_verdict(cell),
         "change": shared.change(cell),
+        "reproduction": shared.reproduction(cell),
+        "coverage_notes": shared.coverage_notes(cell),
         "coverage": coverage_bar(cell.get("coverage"), _threshold(cell)),
         "loads": load_bars(evidence["loads"]),
         "heat": heat_strip(evidence["differing"], cell.get("layout")),

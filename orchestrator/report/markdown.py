@@ -17,7 +17,10 @@ from orchestrator.report.rows import (
     findings,
     has_base,
     label_keys,
+    left_out,
+    reproduction,
     rows,
+    starts_text,
     undecided,
 )
 
@@ -42,8 +45,13 @@ def _lines(verdict: Json) -> Iterator[str]:
     if has_base(verdict):
         yield from _before_and_after(verdict, found)
     yield from _numbers(verdict, found)
+    if total := starts_text(verdict):
+        yield f"{total}."
+        yield ""
     yield from _explanations(found)
     yield from _checked(verdict)
+    for note in left_out(verdict):
+        yield f"- Coverage: {_escape(note)}."
     for caveat in caveats(verdict):
         yield f"- Not evidence: {_escape(caveat)}."
 
@@ -106,6 +114,27 @@ def _explanation(cell: Json) -> Iterator[str]:
             yield f"   {_escape(follows)}"
     if len(found) > _SHOWN:
         yield f"{len(found) - _SHOWN} more findings are in the report."
+    yield from _reproduction(cell)
+
+
+def _reproduction(cell: Json) -> Iterator[str]:
+    """In fences longer than any run of backticks inside, so that nothing ends them early."""
+    again = reproduction(cell)
+    for title, language, text in (
+        ("Again", "bash", again["command"]),
+        ("Without us", "python", again["script"]),
+    ):
+        if text:
+            fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+            yield ""
+            yield f"{title}:"
+            yield ""
+            yield f"{fence}{language}"
+            yield from text.rstrip("\n").split("\n")
+            yield fence
+    if again["note"]:
+        yield ""
+        yield _escape(again["note"])
 
 
 def _checked(verdict: Json) -> Iterator[str]:

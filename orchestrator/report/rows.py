@@ -69,6 +69,44 @@ def coverage_text(cell: Json) -> str:
     return f"{math.floor(coverage['fraction'] * 10_000) / 100:.2f}%"
 
 
+def coverage_notes(cell: Json) -> list[str]:
+    """What is not covered and what is not owed, with the reasons on record."""
+    coverage = cell.get("coverage") or {}
+    reasons, missing = coverage.get("reasons", {}), coverage.get("missing", [])
+    named = [f"`{name}`" + (f" ({reasons[name]})" if name in reasons else "") for name in missing]
+    notes = [f"not covered: {', '.join(named)}"] if named else []
+    if coverage.get("excused"):
+        excuses = [f"`{name}`: {reason}" for name, reason in reasons.items() if name not in missing]
+        count = coverage["excused"]
+        size = f"{count} tensor{'s' if count > 1 else ''} of {coverage['excused_bytes']:,} bytes"
+        notes.append(f"not owed by the engine: {size}, {'; '.join(excuses)}")
+    return notes
+
+
+def left_out(verdict: Json) -> list[str]:
+    """`coverage_notes` of all cells, each once, with the cells that it is about where not all are."""
+    cells: dict[str, list[str]] = {}
+    for row in rows(verdict):
+        for note in coverage_notes(row.cell):
+            cells.setdefault(note, []).append(row.name)
+    everywhere = len(verdict["cells"])
+    return [
+        note if len(names) == everywhere else f"{note} (in {', '.join(names)})"
+        for note, names in cells.items()
+    ]
+
+
+def starts_text(verdict: Json) -> str:
+    """Of the attempts that count, "" where no engine started."""
+    total = sum(cell.get("starts") or 0 for cell in verdict["cells"])
+    return f"Engine starts: {total} in all" if total else ""
+
+
+def reproduction(cell: Json) -> Mapping[str, str]:
+    """How to see a failure again: command, script, note, each perhaps ""."""
+    return {"command": "", "script": "", "note": "", **(cell.get("reproduction") or {})}
+
+
 def gsm8k_text(cell: Json) -> str:
     """Right answers of the candidate; in parentheses where they are no evidence."""
     for check in cell["checks"]:

@@ -19,7 +19,10 @@ from orchestrator.report.rows import (
     failed_checks,
     findings,
     label_keys,
+    left_out,
+    reproduction,
     rows,
+    starts_text,
     undecided,
 )
 
@@ -48,9 +51,13 @@ def print_table(verdict: Json, file: TextIO, width: int | None = None) -> None:
     if common:
         console.print(Text("all cells: " + ", ".join(f"{k} {v}" for k, v in common.items()), style="dim"))
     console.print(_table(found, label_keys(verdict)))
+    if len(found) > 1 and (total := starts_text(verdict)):
+        console.print(Text(f"{total}.", style="dim"))
     for row in found:
         if row.verdict != "PASS" or row.cell["findings"]:
             _explain(console, row)
+    for note in left_out(verdict):
+        console.print(Text(f"coverage - {note}.", style="dim"))
     for caveat in caveats(verdict):
         console.print(Text(f"not evidence - {caveat}.", style="dim"))
 
@@ -99,3 +106,5 @@ def _lines(row: Row) -> Iterator[tuple[Text, int]]:
             yield Text(follows, style="dim"), 5
     if len(found) > _SHOWN:
         yield Text(f"{len(found) - _SHOWN} more findings are in the report."), 2
+    if command := reproduction(cell)["command"]:
+        yield Text(f"again: {command}", style="dim"), 2

@@ -1,0 +1,224 @@
+"""Says how to see a failure again: the command that runs this cell alone, and for vLLM a script without this project.
+
+The script uses public entry points of vLLM only, so that it can be sent to whoever maintains the engine.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from orchestrator.judge.attempt import timeline
+from orchestrator.judge.sentences import rank_list
+
+Json = Mapping[str, Any]
+
+FAILED = ("FAIL", "ERROR")
+#: Codes of findings whose evidence a script can show: bytes, addresses or answers of a running engine.
+_SHOWN = frozenset(
+    {
+        "found_elsewhere", "wrong_layout", "uninitialised", "stale", "moved", "alias_broken", "dtype", "layout",
+        "missing", "extra", "checkpoint_mismatch", "differs", "not_changed", "generation_differs",
+    }
+)  # fmt: skip
+_STARTS = {"safetensors": "safetensors", "dummy": "dummy"}
+_UPDATES = ("reload", "iterator")
+_PLAIN = re.compile(
+    r"(target|draft):(\w+(?:\.\w+)*)"
+)  # what attributes lead to; not into closures and kernels
+_MODEL = {"target": "get_model", "draft": "get_draft_model"}
+
+_SCRIPT = Template("""\
+# repro.py: $found
+# `python repro.py`, where vLLM is installed, updates a running engine and compares it with a fresh start.
+$weights
+import glob, hashlib, os
+os.environ.update($environment)
+import torch
+from safetensors.torch import load_file
+from vllm import LLM, SamplingParams
+NAMES = $names
+class Probe:
+    def repro_probe(self, names):
+        return {name: self.repro_read(name) for name in names}
+    def repro_read(self, name):
+        value = self.$model()
+        for step in name.split("."):
+            value = getattr(value, step, None)
+        if value is None:
+            return "absent", ""
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return hashlib.sha256(data.numpy()).hexdigest()[:16], hex(value.data_ptr())
+    def repro_iterate(self, folder):
+        files = sorted(glob.glob(folder + "/*.safetensors"))
+        self.reload_weights(weights_iterator=(item for file in files for item in load_file(file).items()))
+def state(folder, load_format, updates):
+    llm = LLM(folder, load_format=load_format, worker_extension_cls="repro.Probe", **$arguments)
+    started = llm.collective_rpc("repro_probe", args=(NAMES,))
+    for method, arguments in updates:
+        llm.collective_rpc(method, kwargs=arguments)
+    llm.reset_prefix_cache()
+    held = llm.collective_rpc("repro_probe", args=(NAMES,))
+    greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False)
+    [answer] = llm.generate([{"prompt_token_ids": [1, 2, 3, 4]}], greedy, use_tqdm=False)
+    llm.llm_engine.engine_core.shutdown()
+    return started, held, str(answer.outputs[0].logprobs)
+if __name__ == "__main__":
+    started, held, answer = state($start, $load_format, $updates)
+    _, fresh, expected = state($fresh, "safetensors", [])
+    for rank, name in [(rank, name) for rank in range(len(held)) for name in NAMES]:
+        before, now, owed = (one[rank][name] for one in (started, held, fresh))
+        same = "same" if now[0] == owed[0] else "DIFFERS"
+        print(f"rank {rank} {name}: observed {now[0]} expected {owed[0]} {same}, moved: {before[1] != now[1]}")
+    print("greedy tokens and log-probabilities:", "same" if answer == expected else "DIFFER")
+""")
+
+
+def reproduction(
+    cell: Json, result: Json, attempt: Path, arguments: Sequence[str] | None
+) -> dict[str, str] | None:
+    """What verdict.json holds of a failed cell: {"command", "script", "note"}, each "" where there is none; None of
+    a cell that did not fail. arguments: of the command line that plans the cell alone."""
+    if result["verdict"] not in FAILED:
+        return None
+    command = "" if arguments is None else _command(arguments)
+    if cell["backend"]["engine"] != "vllm" or result["verdict"] != "FAIL":
+        return {"command": command, "script": "", "note": ""}
+    shown = (finding for finding in result["findings"] if finding["code"] in _SHOWN)
+    finding = next(shown, None)
+    if finding is None:
+        return {
+            "command": command,
+            "script": "",
+            "note": "No finding is about what a running engine holds or says.",
+        }
+    why_not = _why_no_script(cell, finding)
+    dirs = _checkpoint_dirs(attempt / finding["arm"] / "gang.json")
+    if not why_not and dirs is None:
+        why_not = "The folders of the checkpoints are not recorded any more."
+    script = "" if why_not or dirs is None else _script(cell, finding, dirs)
+    return {"command": command, "script": script, "note": why_not}
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """Exact repetitions are left out; of two values of a key the last one counts, as on any command line."""
+    kept = dict.fromkeys(argument for argument in arguments if not argument.startswith("rerun="))
+    return shlex.join(["python", "-m", "orchestrator", *kept, "rerun=true"])
+
+
+def _checkpoint_dirs(gang_file: Path) -> dict[str, str] | None:
+    try:
+        return dict(json.loads(gang_file.read_text())["checkpoint_dirs"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _steps(cell: Json, finding: Json) -> list[Json]:
+    """The loads before the observation in which the failure was found, or all of them."""
+    steps: list[Json] = cell["load_path"]["steps"]
+    ends = [
+        i
+        for i, step in enumerate(steps)
+        if step["do"] == "observe" and step["name"] == finding["observation"]
+    ]
+    return [step for step in steps[: ends[0] if ends else len(steps)] if step["do"] != "observe"]
+
+
+def _why_no_script(cell: Json, finding: Json) -> str:
+    for step in _steps(cell, finding):
+        known = _STARTS if step["do"] == "start" else _UPDATES if step["do"] == "update" else ()
+        if step["do"] in ("sleep", "wake"):
+            return f"The script has no step {step['do']}; the command runs it."
+        if step["via"] not in known:
+            return f"The script cannot {step['do']} via {step['via']}, which takes more than vLLM; the command can."
+    if _against_base(cell, finding):
+        return "Two versions of the engine are compared, which no single script can start; the command does."
+    return ""
+
+
+def _against_base(cell: Json, finding: Json) -> bool:
+    checks = [check for check in cell["load_path"]["checks"] if check["name"] in finding["checks"]]
+    return bool(checks) and all(check["right"].startswith("base/") for check in checks)
+
+
+def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
+    steps = _steps(cell, finding)
+    moment = timeline(cell["load_path"]["steps"]).get(finding["observation"])
+    matches = [match for path in (finding["path"], *finding["paths"]) if (match := _PLAIN.fullmatch(path))]
+    root = matches[0][1] if matches else "target"
+    names = list(dict.fromkeys(match[2] for match in matches if match[1] == root))
+    fingerprints = " ".join(finding["detail"].partition(" E.g. ")[2].split())
+    where = f"{finding['code']}, {rank_list(finding['ranks'])}, {finding['path'] or 'generations'}"
+    loaded = dict.fromkeys(step["checkpoint"] for step in steps)
+    return _SCRIPT.substitute(
+        found=f"{where}{'; ' + fingerprints if fingerprints else ''}",
+        weights="\n".join(_weights(cell, list(loaded), dirs)),
+        environment=repr(_environment(cell)),
+        names=repr(names),
+        model=_MODEL[root],
+        arguments=repr(_arguments(cell)),
+        start=repr(dirs[steps[0]["checkpoint"]]),
+        load_format=repr(_STARTS[steps[0]["via"]]),
+        updates=repr([call for step in steps[1:] for call in _calls(step["via"], dirs[step["checkpoint"]])]),
+        fresh=repr(dirs[moment.checkpoint if moment else steps[-1]["checkpoint"]]),
+    )
+
+
+def _calls(via: str, folder: str) -> list[tuple[str, dict[str, Any]]]:
+    if via == "iterator":
+        return [("repro_iterate", {"folder": folder})]
+    # After a dummy start the loader would make random weights again.
+    from_files = {"overrides": {"load_config": {"load_format": "auto"}}}
+    return [("update_config", from_files), ("reload_weights", {"weights_path": folder})]
+
+
+def _environment(cell: Json) -> dict[str, str]:
+    backend, tp = cell["backend"], cell["parallelism"]["tp"]
+    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if backend["device"] == "cpu":
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tp == 1 else "|".join(map(str, range(tp)))
+    return {**own, **backend["env"]}
+
+
+def _arguments(cell: Json) -> dict[str, Any]:
+    backend = cell["backend"]
+    return {
+        "tensor_parallel_size": cell["parallelism"]["tp"],
+        "dtype": backend["dtype"],
+        "skip_tokenizer_init": True,
+        "max_model_len": backend["max_model_len"],
+        "max_num_batched_tokens": backend["max_batch_tokens"],
+        "max_num_seqs": backend["max_requests"],
+        **backend["options"],
+    }
+
+
+def _weights(cell: Json, names: Sequence[str], dirs: Mapping[str, str]) -> Iterator[str]:
+    """A line for each checkpoint: whose files they are, or the commands of this project that make them."""
+    config = json.dumps(cell["model"].get(cell["model"]["architecture"], {}), separators=(",", ":"))
+    made: set[str] = set()
+    for name in names:
+        checkpoint, folder = cell["checkpoints"][name], dirs[name]
+        perturbed = checkpoint["perturbation"] != "none"
+        given = checkpoint["path"]
+        base = given or (_unperturbed(cell, checkpoint, dirs) or f"{folder}-base" if perturbed else folder)
+        if base not in made:
+            made.add(base)
+            order = f"<(echo {shlex.quote(config)}) {checkpoint['seed']} {shlex.quote(base)}"
+            made_by = f"python -m workloads.loading.transformers_checkpoint {order}"
+            yield f"# weights: {f'the files in {given}' if given else made_by}"
+        if perturbed:
+            change = shlex.quote(json.dumps(checkpoint, separators=(",", ":")))
+            places = f"{shlex.quote(base)} <(echo {change}) {shlex.quote(folder)}"
+            yield f"# weights: python -m workloads.loading.materialize {places}"
+
+
+def _unperturbed(cell: Json, checkpoint: Json, dirs: Mapping[str, str]) -> str | None:
+    """Folder of the entry with the same seed that is used as it is."""
+    for name, other in cell["checkpoints"].items():
+        if other["path"] is None and other["seed"] == checkpoint["seed"] and other["perturbation"] == "none":
+            return dirs[name]
+    return None

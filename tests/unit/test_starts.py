@@ -1,0 +1,216 @@
+"""Engine starts: no cell starts an engine for a reference that its own start, an earlier cell or the store serves."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectors.records import RecordWriter, rank_file
+from orchestrator.judge.attempt import open_attempt
+from orchestrator.plan import references, served
+from orchestrator.planning import plan
+from orchestrator.publish import publish
+from orchestrator.staging import ArmGangs, Staged, arm_gangs
+from orchestrator.starts import cheapest_order, engine_starts
+from orchestrator.store import Store, read_json
+from workloads.spec import GangSpec
+
+Cell = dict[str, Any]
+MATRIX = [
+    "load_path=dummy_layerwise,layerwise,direct",
+    "parallelism=tp2,tp2_dp2_ep4",
+    "model.name=small,other",
+    "cluster.memory_gb=2",
+    "collect=tensors",
+]
+
+
+@pytest.fixture(scope="module", name="matrix")
+def matrix_fixture() -> list[Cell]:
+    """2 models x 2 layouts x 3 load paths."""
+    cells = [one.cell for one in plan(MATRIX, multirun=True).cells]
+    assert len(cells) == 12
+    return cells
+
+
+@pytest.fixture(name="cell")
+def cell_fixture(matrix: list[Cell]) -> Cell:
+    return copy.deepcopy(next(cell for cell in matrix if cell["load_path"]["name"] == "layerwise"))
+
+
+@pytest.fixture(name="store")
+def store_fixture(tmp_path: Path) -> Store:
+    return Store.open(tmp_path / "runs")
+
+
+def gangs_of(cell: Cell, store: Store, arm: str = "candidate") -> ArmGangs:
+    attempt = store.new_attempt(store.write_cell(cell))
+    dirs = dict.fromkeys(cell["checkpoints"], "/weights")
+    return arm_gangs(Staged(cell, store, attempt, None, dirs, {}), arm)
+
+
+def play(spec: GangSpec) -> None:
+    """Leaves the records that the observations of a gang leave."""
+    for step in spec.steps:
+        for collector in step.collect:
+            folder = Path(spec.output) / step.name
+            files = [folder / f"{collector}.jsonl"]
+            if collector in ("tensors", "memory"):
+                files = [rank_file(folder, collector, rank) for rank in range(spec.parallelism.ranks)]
+            for file in files:
+                with RecordWriter(file) as writer:
+                    writer.write("header", {"observation": step.name, "of": spec.name})
+
+
+def run(cell: Cell, store: Store, arm: str = "candidate") -> ArmGangs:
+    gangs = gangs_of(cell, store, arm)
+    for spec in gangs.gang_set.gangs:
+        play(spec)
+    publish(store, gangs)
+    return gangs
+
+
+def name(place: Cell) -> tuple[str, str]:
+    return place["model"]["name"], json.dumps(place["parallelism"])
+
+
+def test_a_matrix_needs_as_few_starts_as_there_can_be(matrix: list[Cell], store: Store) -> None:
+    """Every scenario starts its own engine; beyond those, one start for each reference that no scenario's start is."""
+    needed = dict.fromkeys(map(name, matrix), 0)
+    for place in needed:
+        cells = [cell for cell in matrix if name(cell) == place]
+        keys = {ref.key for cell in cells for ref in references(cell)}
+        needed[place] = len(cells) + len(keys - {key for cell in cells for key in served(cell, "candidate")})
+    assert set(needed.values()) == {4}, "three scenarios, and a fresh start on the new weights"
+    ordered = [matrix[number] for number in cheapest_order(matrix)]
+    started = [len(run(cell, store).gang_set.gangs) for cell in ordered]
+    assert sum(started) == sum(needed.values()) == 16
+    predicted = engine_starts(ordered, lambda key: False)
+    assert started == [starts.count for starts in predicted], "the plan says what the driver does"
+    again = engine_starts(ordered, lambda key: (store.references / key).is_dir())
+    assert [starts.count for starts in again] == [1] * 12
+
+
+def test_a_cell_that_serves_comes_before_those_that_need(matrix: list[Cell]) -> None:
+    first = matrix[:1]
+    assert first[0]["load_path"]["name"] == "dummy_layerwise"
+    same = [cell for cell in matrix if name(cell) == name(first[0])]
+    needy = copy.deepcopy(same)
+    for check in needy[0]["load_path"]["checks"]:
+        if check["right"] == "fresh.new":
+            check["right"] = "fresh.old"  # which a later cell's start would make
+    as_they_come = sum(starts.count for starts in engine_starts(needy, lambda key: False))
+    order = cheapest_order(needy)
+    assert order[0] != 0
+    assert sorted(order) == [0, 1, 2]
+    ordered = engine_starts([needy[number] for number in order], lambda key: False)
+    assert sum(starts.count for starts in ordered) == as_they_come - 1
+
+
+def test_the_start_of_the_scenario_is_published_and_stays_evidence(cell: Cell, store: Store) -> None:
+    gangs = run(cell, store)
+    assert [spec.name for spec in gangs.gang_set.gangs] == ["fresh.new", "candidate"]
+    keys = {ref.name: ref.key for ref in references(cell)}
+    own, other = store.references / keys["fresh.old"], store.references / keys["fresh.new"]
+    attempt = gangs.gang_set.folder.parent
+    origin = f"{attempt.parent.name}/{attempt.name}"
+    assert read_json(own / "reference.json") == {"observation": "started", "attempt": origin}
+    assert read_json(other / "reference.json") == {"observation": "fresh", "attempt": origin}
+    names = {path.name for path in (own / "started").iterdir()}
+    assert names == {"tensors-00000.jsonl", "tensors-00001.jsonl", "generations.jsonl"}
+    for path in (own / "started").iterdir():
+        assert path.read_bytes() == (attempt / "candidate" / "started" / path.name).read_bytes()
+    assert {path.name for path in store.references.iterdir()} == set(keys.values())
+    opened = open_attempt(cell, attempt, store.reference_dirs(cell))
+    assert opened.arms[0].observation("fresh.old") == own / "started"
+    assert opened.arms[0].observation("fresh.new") == other / "fresh"
+
+
+def test_a_reference_that_is_there_is_not_replaced(cell: Cell, store: Store) -> None:
+    first, second = gangs_of(cell, store), gangs_of(cell, store)  # two drivers at once
+    for gangs in (first, second):
+        for spec in gangs.gang_set.gangs:
+            play(spec)
+        publish(store, gangs)
+    for reference in store.references.iterdir():
+        assert read_json(reference / "reference.json")["attempt"].endswith("attempt-001")
+    assert gangs_of(cell, store).served == {}
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+@pytest.mark.parametrize("kind", ["served", "built"])
+def test_records_that_are_not_whole_become_no_reference(
+    cell: Cell, store: Store, damage: str, kind: str
+) -> None:
+    gangs = gangs_of(cell, store)
+    for spec in gangs.gang_set.gangs:
+        play(spec)
+    [folder] = (
+        gangs.served.values() if kind == "served" else [path / "fresh" for path in gangs.built.values()]
+    )
+    file = folder / "tensors-00001.jsonl"
+    file.write_bytes(file.read_bytes()[:-3]) if damage == "cut" else file.unlink()
+    publish(store, gangs)
+    lost = set(gangs.served if kind == "served" else gangs.built)
+    assert {path.name for path in store.references.iterdir()} == {r.key for r in references(cell)} - lost
+
+
+@pytest.mark.parametrize("rule", ["equal", "same_generations"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_start_is_never_compared_with_itself(cell: Cell, store: Store, rule: str, swapped: bool) -> None:
+    left, right = ("fresh.old", "started") if swapped else ("started", "fresh.old")
+    check = {"name": "start_is_fresh", "rule": rule, "left": left, "right": right, "required": True}
+    cell["load_path"]["checks"].append(check)
+    assert served(cell, "candidate") == {}
+    assert [spec.name for spec in gangs_of(cell, store).gang_set.gangs] == [
+        "fresh.new",
+        "fresh.old",
+        "candidate",
+    ]
+
+
+def test_nor_is_another_look_at_the_same_start(cell: Cell) -> None:
+    steps, checks = cell["load_path"]["steps"], cell["load_path"]["checks"]
+    steps.insert(2, {**steps[1], "name": "looked_again"})
+    assert list(served(cell, "candidate").values()) == ["started"]
+    checks.append({**checks[0], "name": "again", "left": "looked_again", "right": "fresh.old"})
+    assert served(cell, "candidate") == {}
+
+
+def test_nor_where_two_names_are_the_same_weights(cell: Cell) -> None:
+    """`fresh.new` is then the very reference that `started` would serve as `fresh.old`."""
+    cell["checkpoints"]["new"] = dict(cell["checkpoints"]["old"])
+    checks = cell["load_path"]["checks"]
+    assert {ref.key for ref in references(cell)} == set(served(cell, "candidate"))
+    checks.append({**checks[0], "name": "again", "left": "started", "right": "fresh.new"})
+    assert served(cell, "candidate") == {}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"do": "start", "via": "dummy"},
+        {"do": "observe", "collect": ["tensors"]},  # generations are compared with the reference, too
+    ],
+)
+def test_only_a_whole_fresh_start_serves(cell: Cell, change: dict[str, Any]) -> None:
+    step = next(step for step in cell["load_path"]["steps"] if step["do"] == change["do"])
+    step |= change
+    assert served(cell, "candidate") == {}
+
+
+def test_an_update_before_the_first_observation_serves_nothing(cell: Cell) -> None:
+    del cell["load_path"]["steps"][1]
+    assert served(cell, "candidate") == {}
+
+
+def test_each_arm_serves_its_own(cell: Cell, store: Store) -> None:
+    cell["code"]["base"] = {**cell["code"]["candidate"], "faults": ["stale_padding"]}
+    assert not set(served(cell, "base")) & set(served(cell, "candidate"))
+    for arm in ("base", "candidate"):
+        assert len(run(cell, store, arm).gang_set.gangs) == 2
+    assert [starts.count for starts in engine_starts([cell], lambda key: False)] == [4]
+    cell["code"]["base"] = dict(cell["code"]["candidate"])
+    assert [starts.count for starts in engine_starts([cell], lambda key: False)] == [3]
