@@ -40,8 +40,8 @@ CAUSES = (
         "in the checkpoint's config.json with what it supports, or take another environment",
     ),
     _cause(
-        r"(Cannot find any model weights|not initialized from (the )?checkpoint|No such file or directory: "
-        r"\S*\.safetensors|SafetensorError|MetadataIncompleteBuffer|HeaderTooLarge)",
+        r"(Cannot find any model weights|Weight files referenced in index but missing|SafetensorError|"
+        r"not initialized from (the )?checkpoint|No such file or directory: \S*\.safetensors)",
         "a file of the checkpoint is missing or broken: compare its folder with model.safetensors.index.json",
     ),
     _cause(

@@ -35,7 +35,8 @@ import os, signal, subprocess, sys
 from workloads.processes import die_with_parent
 signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
 die_with_parent(signal.SIGTERM, int(sys.argv[1]))
-sys.exit(subprocess.run(sys.argv[2:]).returncode)
+code = subprocess.run(sys.argv[2:]).returncode
+sys.exit(code if code >= 0 else 128 - code)
 """
 
 
@@ -47,8 +48,10 @@ def install(name: str, out: Console) -> Path:
     lock = engine_env.lock_file(name)
     identity = engine_env.environment_identity(name)
     folder = engine_env.environment_folder(identity)
-    head = dict(re.findall(r"^# (python|machine|disk|module): (.+)$", lock.read_text(), re.MULTILINE))
-    _check_platform(name, head)
+    head = _head(lock)
+    problem = _platform_problem(name, head)
+    if problem is not None:
+        raise EngineEnvironmentError(problem)
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(folder, out):
@@ -58,6 +61,11 @@ def install(name: str, out: Console) -> Path:
     except OSError as error:
         raise EngineEnvironmentError(f"Installing {name} into {folder} failed: {error}.") from error
     return engine_env.environment_python(name)
+
+
+def platform_problem(name: str) -> str | None:
+    """Why the wheels of an environment cannot run here, as a sentence."""
+    return _platform_problem(name, _head(engine_env.lock_file(name)))
 
 
 def show(out: Console) -> None:
@@ -70,20 +78,24 @@ def show(out: Console) -> None:
     out.print(f"`{command('NAME')}` installs one.")
 
 
-def _check_platform(name: str, head: dict[str, str]) -> None:
-    """The head of a lock file says where its wheels run: `# python: 3.11 to 3.14`, `# machine: Linux x86_64`."""
+def _head(lock: Path) -> dict[str, str]:
+    """What a lock file says of itself: `# python: 3.11 to 3.13`, `# machine: Linux x86_64`, `# disk: 4 GB`, and the
+    `# module:` whose import shows that the engine works."""
+    return dict(re.findall(r"^# (python|machine|disk|module): (.+)$", lock.read_text(), re.MULTILINE))
+
+
+def _platform_problem(name: str, head: dict[str, str]) -> str | None:
     here = f"{platform.system()} {platform.machine()}"
     if head.get("machine", here) != here:
-        raise EngineEnvironmentError(
-            f"{name} has wheels for {head['machine']} only, and this machine is {here}."
-        )
+        return f"{name} has wheels for {head['machine']} only, and this machine is {here}."
     if "python" in head:
         first, last = (tuple(map(int, version.split("."))) for version in head["python"].split(" to "))
         if not first <= sys.version_info[:2] <= last:
-            raise EngineEnvironmentError(
+            return (
                 f"{name} needs Python {head['python']}, and this is {platform.python_version()} ({sys.executable}): "
                 "run the command with another."
             )
+    return None
 
 
 @contextmanager
@@ -103,10 +115,8 @@ def _alone(folder: Path, out: Console) -> Iterator[None]:
 def _make(name: str, folder: Path, lock: Path, head: dict[str, str], out: Console) -> None:
     if folder.is_dir():
         shutil.rmtree(folder)  # of an installation that was killed
-    needed, free = (
-        float(head.get("disk", "0 GB").removesuffix(" GB")),
-        shutil.disk_usage(folder.parent).free / 1e9,
-    )
+    needed = float(head.get("disk", "0 GB").removesuffix(" GB"))
+    free = shutil.disk_usage(folder.parent).free / 1e9
     if free < needed:
         raise EngineEnvironmentError(
             f"{name} takes {needed:g} GB, and {folder.parent} has {free:.1f} GB free: make room, or set REFIT_ENGINES "
@@ -115,11 +125,11 @@ def _make(name: str, folder: Path, lock: Path, head: dict[str, str], out: Consol
     out.print(f"installing {name} into {folder}", soft_wrap=True)
     try:
         with out.status(f"{name}: virtual environment") as shown:
-            _run(f"Making the virtual environment of {name}", [sys.executable, "-m", "venv", str(folder)])
+            run_step(f"Making the virtual environment of {name}", [sys.executable, "-m", "venv", str(folder)])
             python = str(folder / "bin" / "python")
             pip = [python, "-m", "pip", "install", "--no-deps", "--disable-pip-version-check", "--no-input"]
             follow = _Follow(lambda text: shown.update(f"{name}: {escape(text)}"), lock)
-            _run(f"pip install for {name}", [*pip, "--progress-bar", "off", "-r", str(lock)], follow)
+            run_step(f"pip install for {name}", [*pip, "--progress-bar", "off", "-r", str(lock)], follow)
             shown.update(f"{name}: looking whether it can be imported")
             _verify(name, python, head.get("module"))
     except EngineEnvironmentError:
@@ -142,7 +152,9 @@ class _Follow:
             self.tell(f"writing {self.total} packages")
 
 
-def _run(what: str, step: Sequence[str], follow: Callable[[str], None] = lambda line: None) -> Sequence[str]:
+def run_step(
+    what: str, step: Sequence[str], follow: Callable[[str], None] = lambda line: None
+) -> Sequence[str]:
     """Runs one step to its end and returns what it printed; `follow` sees each line.
 
     Raises EngineEnvironmentError with the last lines of a step that fails.
@@ -181,7 +193,8 @@ def _failed(what: str, code: int, lines: Sequence[str]) -> str:
     if any(NO_SPACE in line for line in lines):
         return f"The disk is full at {what}: make room, or set REFIT_ENGINES and TMPDIR to folders on another one."
     said = " ".join(line for line in lines if line and not line.startswith("WARNING"))[-SAID:]
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with code {code}"
+    number = code - 128 if code > 128 else -code  # as the supervisor tells it, or its own
+    how = f"failed with code {code}" if number < 0 else f"was ended by {signal.Signals(number).name}"
     return f"{what} {how}: {said}"
 
 
@@ -189,10 +202,10 @@ def _verify(name: str, python: str, module: str | None) -> None:
     """The version is that of the name, and the engine can be imported."""
     distribution, _, wanted = name.rpartition("-")
     asked = f"import importlib.metadata; print(importlib.metadata.version({distribution!r}))"
-    found = _run(f"Looking for {distribution} after installing {name}", [python, "-I", "-c", asked])[-1]
+    found = run_step(f"Looking for {distribution} after installing {name}", [python, "-I", "-c", asked])[-1]
     if found != wanted:
         raise EngineEnvironmentError(
             f"The lock file of {name} installs {distribution} {found}: correct one of them."
         )
     if module is not None:
-        _run(f"Importing {module} after installing {name}", [python, "-I", "-c", f"import {module}"])
+        run_step(f"Importing {module} after installing {name}", [python, "-I", "-c", f"import {module}"])

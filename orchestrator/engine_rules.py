@@ -9,22 +9,18 @@ from orchestrator.schema import Root
 
 
 def engine_problems(root: Root) -> Iterator[str]:
-    """One sentence for each engine that is missing or of another version than its name says."""
+    """One sentence for each engine that is missing or of another version than its name says.
+
+    In a container only a step can look, and an interpreter of other nodes is left to the preflight there.
+    """
     backend, cluster = root.backend, root.cluster
-    environments = dict.fromkeys(arm_environment(root, arm) for arm in cell_arms(root).values())
-    named = [name for name in environments if name is not None]
-    if named and (backend.python or cluster.image):
-        other = f"backend.python={backend.python}" if backend.python else f"cluster.image={cluster.image}"
-        yield (
-            f"The engine is to come from the environment {named[0]} and from {other}: set backend.environment=null "
-            "(and that of the arms), or leave the other out."
-        )
+    if cluster.image is not None:
         return
-    for name in named:
-        yield from _environment_problems(name, backend.engine, cluster.kind)
-    if None in environments and not cluster.image and not backend.url and cluster.kind == "local":
-        python = backend.python or sys.executable
-        yield from engine_env.engine_problems(python, backend.engine, None)
+    for name in dict.fromkeys(arm_environment(root, arm) for arm in cell_arms(root).values()):
+        if name is not None:
+            yield from _environment_problems(name, backend.engine, cluster.kind)
+        elif backend.url is None and cluster.kind == "local":
+            yield from engine_env.engine_problems(backend.python or sys.executable, backend.engine, None)
 
 
 def _environment_problems(name: str, engine: str, kind: str) -> Iterator[str]:

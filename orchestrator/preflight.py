@@ -81,9 +81,10 @@ def _arm_python(cell: Cell, arm: str, environment: dict[str, str] | None) -> Ite
     if done.stdout.strip():
         names = ", ".join(done.stdout.split())
         yield f"{key}={python} has no {names}: install them there, or name another interpreter."
-    if cell["backend"].get("url") is None:  # else the engine is in the server
-        name = None if environment is None else environment["name"]
-        yield from engine_problems(python, cell["backend"]["engine"], name)
+    if environment is not None:
+        yield from engine_problems(python, cell["backend"]["engine"], environment["name"])
+    elif cell["backend"].get("url") is None:  # else a server has the engine
+        yield from engine_problems(python, cell["backend"]["engine"], None)
 
 
 def _checkpoints(place: Place) -> Iterator[str]:

@@ -176,3 +176,62 @@ def test_hang_before_the_first_step_has_no_step(tmp_path: Path) -> None:
     error = hang("candidate", tmp_path, dict.fromkeys(range(2), (-1, "end")), [], 30.0)
     assert "in its start" in error.failure.message
     assert "Behind: no rank" in error.failure.message
+
+
+NUMA = "AssertionError: Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers."
+SAID = [
+    ("Fatal Python error: Illegal instruction", "ONEDNN_MAX_CPU_ISA=AVX512_CORE", "rank_failed"),
+    (NUMA, "VLLM_CPU_OMP_THREADS_BIND", "rank_failed"),
+    (
+        "ModuleNotFoundError: No module named 'workloads'",
+        "cannot import the code that travels with it",
+        "rank_failed",
+    ),
+    (
+        "Value error, Model architectures ['XForCausalLM'] are not supported for now.",
+        "architecture",
+        "rank_failed",
+    ),
+    ("model type `x` but Transformers does not recognize this architecture.", "architecture", "rank_failed"),
+    ("RuntimeError: Cannot find any model weights with `/weights`", "checkpoint is missing", "rank_failed"),
+    (
+        "FileNotFoundError: Weight files referenced in index but missing: {'/w/x'}",
+        "is missing",
+        "rank_failed",
+    ),
+    ("SafetensorError: Error while deserializing header", "missing or broken", "rank_failed"),
+    ("[c10d] The server socket has failed to listen: EADDRINUSE", "has taken a port", "rank_failed"),
+    (
+        "RuntimeError: [enforce fail] can't allocate memory: 3 bytes",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "out_of_memory",
+    ),
+    ("ValueError: No available memory for the cache blocks.", "VLLM_CPU_KVCACHE_SPACE", "out_of_memory"),
+]
+
+
+@pytest.mark.parametrize(("said", "cause", "type_"), SAID, ids=[said for said, *_ in SAID])
+def test_the_log_of_an_engine_tells_why_it_died(tmp_path: Path, said: str, cause: str, type_: str) -> None:
+    """The engine's own exception only points at its workers' output."""
+    (tmp_path / "rank-00001.log").write_text(f"INFO starting\n{said}\n" + "INFO shutting down\n" * 100)
+    hidden = report("RuntimeError", "Engine core initialization failed. See root cause above.", 0.9)
+    error = first_failure([exited(1, 1.0, hidden)], {"candidate": tmp_path})
+    assert error is not None
+    assert (error.failure.type, error.failure.rank) == (type_, 1)
+    assert error.failure.message.startswith("RuntimeError: Engine core initialization failed.")
+    assert "Likely cause: " in error.failure.message
+    assert cause in error.failure.message
+    assert error.failure.log_tail.endswith("INFO shutting down")
+
+
+def test_a_rank_that_an_illegal_instruction_ended_says_which_setting_helps() -> None:
+    error = told(exited(0, 1.0, code=None, signal="SIGILL"))
+    assert error.failure.type == "rank_killed"
+    assert "ONEDNN_MAX_CPU_ISA" in error.failure.message
+
+
+def test_a_log_without_a_known_cause_adds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.log").write_text("INFO all is well\n")
+    error = first_failure([exited(0, 1.0, report("KeyError", "'w1'", 0.9))], {"candidate": tmp_path})
+    assert error is not None
+    assert error.failure.message == "KeyError: 'w1'"

