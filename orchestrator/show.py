@@ -1,7 +1,8 @@
 """Prints a plan: cells, layout, memory, steps, checks, references, batch script. At most 100 columns."""
 
+import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console
@@ -9,17 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from orchestrator import memory
-from orchestrator.plan import Cell, Reference, canonical, references
+from orchestrator.architectures import architecture
+from orchestrator.plan import Cell, Reference, canonical, cell_arms, references
 from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
 from orchestrator.sbatch import script
 from orchestrator.schema import RULES, Root
 from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
-from workloads.models.kimi_k3.tensors import bytes_by_component
 
 WIDTH = 100
 DETAILED = 12  # of more cells only the summary is printed
+SLEEP = {1: "level 1: weights stay on the host", 2: "level 2: weights are discarded"}
 SHORT = 12  # digits of an id in tables
 
 
@@ -95,8 +97,8 @@ def _layout(out: Console, root: Root) -> None:
         f"\n[bold]Layout[/] of {root.model.name}: {p.ranks} ranks = TP{p.tp} x DP{p.dp}, EP{p.ep}, "
         f"{p.nodes} node{'s' if p.nodes > 1 else ''} x {p.gpus_per_node} {unit}"
     )
-    where = b.device if b.device == b.arch else f"{b.device} {b.arch}"
-    out.print(f"  engine {b.engine} on {where}, MoE kernel {b.moe_kernel}, communication {b.communication}")
+    for line in _engine(root):
+        out.print(escape(f"  {line}"))
     rows = table("node", "ranks", "DP rank", "TP ranks", "EP group")
     for node in range(p.nodes):
         ranks = range(node * p.gpus_per_node, (node + 1) * p.gpus_per_node)
@@ -110,13 +112,36 @@ def _layout(out: Console, root: Root) -> None:
     out.print(rows)
 
 
+def _engine(root: Root) -> Iterator[str]:
+    """What serves, and what it is told beside the layout."""
+    b = root.backend
+    where = b.device if b.device == b.arch else f"{b.device} {b.arch}"
+    if b.engine != "vllm":
+        yield f"engine {b.engine} on {where}, MoE kernel {b.moe_kernel}, communication {b.communication}"
+        return
+    sources = (("environment", b.environment), ("interpreter", b.python), ("server", b.url))
+    of = [f"{kind} {name}" for kind, name in sources if name is not None]
+    of += [f"container {root.cluster.image}"] if root.cluster.image is not None else []
+    yield f"engine {b.engine} on {where}, {', '.join(of) or 'environments of the arms'}, dtype {b.dtype}"
+    for name, arm in cell_arms(root).items():
+        if arm.environment is not None:
+            yield f"  {name} in environment {arm.environment}"
+    if b.options:
+        yield "options " + ", ".join(f"{name}={json.dumps(value)}" for name, value in b.options.items())
+    if b.env:
+        yield "variables " + ", ".join(f"{name}={value}" for name, value in b.env.items())
+
+
 def _span(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low}-{high}"
 
 
 def _memory(out: Console, root: Root) -> None:
-    parts = memory.memory_parts(root)
+    parts = architecture(root).memory_parts(root)
+    if not parts:
+        out.print("\n[bold]Memory[/]: not computed for this architecture: only its engine knows the weights")
+        return
     limit, limit_name = memory_limit(root)
     needed = memory.total(parts)
     name, unit = ("GB", 1e9) if needed >= 1e10 else ("MB", 1e6)
@@ -127,7 +152,8 @@ def _memory(out: Console, root: Root) -> None:
         rows.add_row(part.name, part.kind, f"{part.nbytes / unit:,.2f}", part.basis)
     weights = memory.total(parts, "weights", "padding", "derived")
     rows.add_section()
-    rows.add_row("all weights", "", f"{weights / unit:,.2f}", "with padding and derived ones")
+    if weights > memory.total(parts, "weights"):
+        rows.add_row("all weights", "", f"{weights / unit:,.2f}", "with padding and derived ones")
     of = (
         f"of {limit / unit:,.1f} of {limit_name}: {(limit - needed) / unit:,.1f} left"
         if limit
@@ -139,10 +165,10 @@ def _memory(out: Console, root: Root) -> None:
 
 def _update_memory(out: Console, root: Root) -> None:
     """Updates come on top of serving, for a moment."""
-    extra = memory.update_bytes(root)
+    extra = architecture(root).update_bytes(root)
     if extra == 0:
         return
-    needed = memory.total(memory.memory_parts(root)) + extra
+    needed = memory.total(architecture(root).memory_parts(root)) + extra
     limit, _ = memory_limit(root)
     out.print(f"  an update needs {_size(extra)} more for a moment: {_size(needed)}")
     if limit is not None and needed > limit:
@@ -154,17 +180,19 @@ def _size(nbytes: float) -> str:
 
 
 def _checkpoints(out: Console, root: Root) -> None:
-    size = _size(sum(bytes_by_component(root.model.kimi_k3).values()))
+    nbytes = architecture(root).weight_bytes(root)
+    size = "of unknown size" if nbytes is None else _size(nbytes)
     out.print(f"\n[bold]Checkpoints[/] of {root.model.name}, {size} each")
     for key, checkpoint in root.checkpoints.items():
-        source = f"generated from seed {checkpoint.seed}" if checkpoint.path is None else checkpoint.path
+        made = checkpoint.path is None
+        source = architecture(root).generated(root, checkpoint.seed) if made else checkpoint.path
         change = "" if checkpoint.perturbation == "none" else f", perturbed: {checkpoint.perturbation}"
         out.print(escape(f"  {key}: {source}{change}"))
     if root.model.size == "full" and any(c.path is None for c in root.checkpoints.values()):
         out.print(
             "[bold]Warning[/]: set checkpoints.old.path and checkpoints.new.path to published weights; else"
         )
-        out.print(f"the store receives {size} of random ones, whose answers mean nothing.")
+        out.print(f"the store receives random ones, {size} each, whose answers mean nothing.")
 
 
 def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
@@ -188,8 +216,10 @@ def _steps(out: Console, cell: Cell) -> None:
     for number, step in enumerate(cell["load_path"]["steps"]):
         if step["do"] == "observe":
             what = f"{step['name']}: {', '.join(step['collect'])}"
-        else:
+        elif step["do"] in ("start", "update"):
             what = f"checkpoint {step['checkpoint']} via {step['via']}"
+        else:
+            what = SLEEP[step["level"]] if step["do"] == "sleep" else ""
         rows.add_row(str(number), step["do"], what)
     out.print(rows)
 

@@ -14,7 +14,7 @@ from workloads.spec import Backend
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOATS = ("F64", "F32", "F16", "BF16")  # stored dtypes that an engine converts to the one it serves in
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB that vLLM allocates for keys and values on a CPU
-GATED_MLP = "silu"  # families with this activation have a gate beside the up and down projections
+COMMON = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # families of the kind that is summed here
 
 # Beside weights and caches. CUDA: context, NCCL's channels, activations, graph pools. CPU: the process itself.
 RESERVE_BYTES = {"cuda": 6_000_000_000, "cpu": 1_000_000_000}
@@ -80,7 +80,7 @@ def _parameters(config: Config) -> int | None:
     inner, layers = number(config, "intermediate_size"), number(config, "num_hidden_layers")
     if attends is None or hidden is None or vocabulary is None or inner is None:
         return None
-    if attends.layers != layers or "kv_lora_rank" in text or text.get("hidden_act") != GATED_MLP:
+    if attends.layers != layers or text.get("model_type") not in COMMON:
         return None
     projections = 2 * hidden * attends.head_dim * (attends.heads + attends.kv_heads)
     experts = number(config, *EXPERTS)

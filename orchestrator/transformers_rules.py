@@ -57,7 +57,7 @@ def _one_model(root: Root) -> Problems:
 
 def _layout(root: Root) -> Problems:
     p = root.parallelism
-    if p.ep not in (1, p.ranks):
+    if p.ep not in (1, p.ranks) and p.ep >= 1 and p.ranks % p.ep == 0:  # else `orchestrator.rules` says so
         yield (
             f"parallelism.ep is {p.ep}; experts are either not divided or over all {p.ranks} ranks (tp {p.tp} x dp "
             f"{p.dp}): use 1 or {p.ranks}."
@@ -66,7 +66,8 @@ def _layout(root: Root) -> Problems:
         heads, shared = number(config, "num_attention_heads"), number(config, "num_key_value_heads")
         if heads is not None:
             yield from divides("parallelism.tp", p.tp, f"num_attention_heads {heads} of {where}", heads)
-        if shared is not None and p.tp >= 1 and p.tp % shared and shared % p.tp:
+        fits = p.tp >= 1 and (heads is None or heads % p.tp == 0)
+        if shared is not None and fits and p.tp % shared and shared % p.tp:
             yield (
                 f"parallelism.tp is {p.tp} and num_key_value_heads is {shared} in {where}: one must divide the other, "
                 "so that each rank has whole heads or a whole number of ranks shares one."

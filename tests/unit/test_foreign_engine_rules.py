@@ -18,7 +18,6 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 512,
-    "hidden_act": "silu",
 }
 TRANSFORMERS = ["model.architecture=transformers", "cluster.memory_gb=16"]
 STEPS = (

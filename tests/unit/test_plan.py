@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import pretend_installed
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from orchestrator.compose import compose, conf_dir
+from orchestrator.engine_env import known
 from orchestrator.plan import canonical, cell_id, digest, freeze, references
 from orchestrator.planning import plan
 from orchestrator.provenance import checkout, source_hash
@@ -277,6 +279,17 @@ GOLDENS = {
         "cluster.exclusive=false",
         "cluster.setup=['module load cuda']",
     ],
+    "plan_foreign_engine": ["plan", "+exp=foreign", "--config-dir", "tests/unit/conf", "cluster.memory_gb=2"],
+    "plan_foreign_engine_refused": [
+        "plan",
+        "+exp=foreign",
+        "--config-dir",
+        "tests/unit/conf",
+        "cluster.memory_gb=2",
+        "parallelism={tp: 3, dp: 1, ep: 2, nodes: 3, gpus_per_node: 1}",
+        "+backend.options.seed=1",
+        "backend.url=http://localhost:8000",
+    ],
 }
 
 
@@ -291,9 +304,21 @@ def normal(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
 
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder where every engine environment looks installed."""
+    folder = tmp_path_factory.mktemp("engines")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("REFIT_ENGINES", str(folder))
+        for name in known():
+            pretend_installed(name)
+    return folder
+
+
 @pytest.mark.parametrize("name", GOLDENS)
-def test_plan_text(name: str, tmp_path: Path) -> None:
+def test_plan_text(name: str, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a wanted change: UPDATE_GOLDEN=1 pytest, then read the difference."""
+    monkeypatch.setenv("REFIT_ENGINES", str(engines))
     command = [sys.executable, "-m", "orchestrator", *GOLDENS[name], f"store={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=checkout(), timeout=120)
     text = normal(done.stdout + done.stderr).replace(str(tmp_path), "<store>")

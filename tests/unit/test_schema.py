@@ -4,8 +4,10 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_engine import pretend_installed
 
 from orchestrator.compose import Composer, ConfigError, compose, group_options
+from orchestrator.engine_env import known
 from orchestrator.planning import plan
 from orchestrator.rules import problems
 
@@ -225,8 +227,13 @@ def test_broken_rule_is_named_with_its_values(shared: Composer, overrides: list[
 
 
 @pytest.mark.parametrize("experiment", group_options()["exp"])
-def test_shipped_experiments_are_valid(experiment: str) -> None:
-    assert plan([f"+exp={experiment}", "cluster.memory_gb=2"]).cells
+def test_shipped_experiments_are_valid(
+    experiment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path))
+    for environment in known():
+        pretend_installed(environment)
+    assert plan([f"+exp={experiment}", "cluster.memory_gb=16"]).cells
 
 
 def test_shipped_options_are_valid_together(shared: Composer) -> None:
@@ -234,6 +241,8 @@ def test_shipped_options_are_valid_together(shared: Composer) -> None:
     assert {"kimi_k3", "kimi_k3_tiny", "kimi_k3_gpu"} <= set(options["model"])
     k3 = ["model=kimi_k3", "parallelism=tp4_dp4_ep16"]
     for load_path in options["load_path"]:
+        if load_path.startswith("vllm_"):
+            continue
         assert found(shared, f"load_path={load_path}", "cluster.memory_gb=2") == []
         assert (
             found(shared, f"load_path={load_path}", "cluster=slurm", "cluster.partition_limit=02:00:00") == []
@@ -241,6 +250,17 @@ def test_shipped_options_are_valid_together(shared: Composer) -> None:
         assert found(shared, f"load_path={load_path}", "cluster=gb200", *k3) == []
     for collect in options["collect"]:
         assert found(shared, f"collect={collect}", "cluster.memory_gb=2") == []
+
+
+def test_shipped_options_of_foreign_engines_are_valid_together(shared: Composer) -> None:
+    options = group_options()
+    models = [model for model in options["model"] if not model.startswith("kimi_k3")]
+    for load_path in (name for name in options["load_path"] if name.startswith("vllm_")):
+        server = ["backend.environment=null", "backend.url=http://localhost:8000"]
+        where = server if "attach" in load_path else []
+        for model in models:
+            overrides = [f"load_path={load_path}", f"model={model}", "backend=vllm_cpu", *where]
+            assert found(shared, *overrides, "cluster.memory_gb=16") == [], overrides
 
 
 def test_the_backend_follows_the_cluster_unless_it_is_set() -> None:

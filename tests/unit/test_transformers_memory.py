@@ -19,7 +19,6 @@ LLAMA = {
     "num_attention_heads": HEADS,
     "num_key_value_heads": SHARED,
     "vocab_size": VOCABULARY,
-    "hidden_act": "silu",
 }
 ATTENTION = 2 * HIDDEN * (HIDDEN // HEADS) * (HEADS + SHARED)
 DENSE = LAYERS * (ATTENTION + 3 * HIDDEN * INNER + 2 * HIDDEN) + 2 * VOCABULARY * HIDDEN + HIDDEN
@@ -75,7 +74,7 @@ def test_layers_without_attention_keep_no_keys() -> None:
     assert folderless["weights"].nbytes == 4 * DENSE
 
 
-@pytest.mark.parametrize("unusual", [{"kv_lora_rank": 64}, {"hidden_act": "gelu"}, {"hidden_size": None}])
+@pytest.mark.parametrize("unusual", [{"model_type": "gpt2"}, {"intermediate_size": None}, {"hidden_size": None}])
 def test_what_is_not_known_is_not_computed(unusual: dict[str, object]) -> None:
     assert memory.memory_parts(root(**unusual)) == []
     assert memory.weight_bytes(root(**unusual)) is None
