@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from orchestrator.judge.attempt import BASE, WITHOUT_LIFECYCLE
 from orchestrator.plan import FRESH, cell_arms
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import COLLECTORS, Check, Root
@@ -17,10 +18,8 @@ VIA: dict[str, dict[str, tuple[str, ...]]] = {  # how weights arrive, by engine 
         "update": ("reload", "iterator", "transfer"),
     },
 }
-BASE = "base/"
 STEPS = ("start", "update", "sleep", "wake", "observe")
 SLEEP_LEVELS = (1, 2)  # weights stay on the host; weights are discarded
-NO_LIFECYCLE = ("vllm",)  # engines whose loads report no events
 PERTURBATIONS = ("none", "every_tensor", "one_tensor", "scales_only", "expert_tagged")
 NEEDED_COLLECTOR = {"same_generations": "generations", "gsm8k": "gsm8k", "throughput": "throughput"}
 NEEDED_SIDES = {
@@ -116,7 +115,7 @@ def _check(root: Root, check: Check) -> Problems:
     if check.rule not in CHECK_RULES:
         yield f"{key}.rule is {check.rule!r}; the rules are: {', '.join(CHECK_RULES)}."
         return
-    if check.rule == "lifecycle" and root.backend.engine in NO_LIFECYCLE:
+    if check.rule == "lifecycle" and root.backend.engine in WITHOUT_LIFECYCLE:
         yield (
             f"{key}.rule is lifecycle, but backend.engine {root.backend.engine} reports no lifecycle events, so "
             "nothing could be checked: leave this check out."
