@@ -22,12 +22,12 @@ from collectors.records import RecordWriter
 from orchestrator import gang, preflight, provenance, slurm
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.policy import combine, judge_attempt
-from orchestrator.launch import find_allocation
-from orchestrator.plan import Cell, cell_id
+from orchestrator.launch import Allocation, GangSet, find_allocation
+from orchestrator.plan import Cell, cell_id, second_run
 from orchestrator.progress import Display, display
 from orchestrator.publish import publish
 from orchestrator.result import unjudged
-from orchestrator.staging import arm_gangs, stage
+from orchestrator.staging import arm_gangs, second_gang, stage
 from orchestrator.store import RESULT, Store, read_json, write_json
 
 USAGE = 2
@@ -78,12 +78,21 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
         if cell["code"][arm] is None:
             continue
         gangs = arm_gangs(staged, arm)
-        recorder.shown.board.expect(gangs.gang_set.gangs)
-        recorder.phase(f"{arm}: {', '.join(spec.name for spec in gangs.gang_set.gangs)}")
-        gang.run(gangs.gang_set, allocation, float(cell["policy"]["step_timeout_s"]), recorder.take)
+        _run_gangs(cell, arm, gangs.gang_set, allocation, recorder)
         publish(store, gangs)
+    if second_run(cell):
+        for arm in ("candidate", "base"):
+            _run_gangs(cell, arm, second_gang(staged, arm), allocation, recorder)
     recorder.phase("judging")
     return judge_attempt(cell, attempt, store.reference_dirs(cell))
+
+
+def _run_gangs(
+    cell: Cell, arm: str, gangs: GangSet, allocation: Allocation | None, recorder: Recorder
+) -> None:
+    recorder.shown.board.expect(gangs.gangs)
+    recorder.phase(f"{arm}: {', '.join(spec.name for spec in gangs.gangs)}")
+    gang.run(gangs, allocation, float(cell["policy"]["step_timeout_s"]), recorder.take)
 
 
 def drive(cell: Cell, store: Store, attempt: Path) -> dict[str, Any]:

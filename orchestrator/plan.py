@@ -11,7 +11,9 @@ from typing import Any
 from collectors.gsm8k import questions as gsm8k
 from orchestrator import provenance
 from orchestrator.engine_env import environment_identity
+from orchestrator.judge.attempt import AGAIN
 from orchestrator.schema import Arm, LoadPath, Root
+from workloads.spec import Step
 
 FORMAT = 1
 FRESH_VIA = "safetensors"  # how a fresh start loads
@@ -152,6 +154,22 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> 
     if "generations" in collect:
         identity["generations"] = {key: cell["collect"][key] for key in ("prompts", "sampling")}
     return digest(identity)
+
+
+def second_run(cell: Cell) -> list[dict[str, Any]]:
+    """Steps of the second run of each of two arms whose speed is compared, so that they alternate: base, candidate,
+    candidate, base. It starts on the weights that were measured in the first run, and measures. Else none."""
+    measured = [check["left"] for check in cell["load_path"]["checks"] if check["rule"] == "throughput"]
+    if not measured or None in cell["code"].values() or cell["backend"].get("url") is not None:
+        return []
+    loaded = ""
+    for step in cell["load_path"]["steps"]:
+        if step["do"] in ("start", "update"):
+            loaded = step["checkpoint"]
+        elif step["name"] == measured[0]:
+            break
+    start = asdict(Step("start", loaded, FRESH_VIA))
+    return [start, asdict(Step("observe", name=AGAIN, collect=["throughput"]))]
 
 
 @functools.cache

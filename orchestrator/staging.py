@@ -17,8 +17,9 @@ from typing import Any
 from collectors.gsm8k import questions as gsm8k
 from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
+from orchestrator.judge.attempt import again_folder
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
-from orchestrator.plan import FRESH, FRESH_VIA, Cell, Reference, digest, references, served
+from orchestrator.plan import FRESH, FRESH_VIA, Cell, Reference, digest, references, second_run, served
 from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step
@@ -65,7 +66,7 @@ def stage(cell: Cell, store: Store, attempt: Path, allocation: Allocation | None
 
 def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     """The gangs of one arm, in the order in which they run. Raises AttemptError."""
-    cell, store, cluster = staged.cell, staged.store, staged.cell["cluster"]
+    cell, store = staged.cell, staged.store
     missing = {
         ref.key: ref
         for ref in references(cell)
@@ -76,8 +77,25 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items() if key not in own}
     specs = [_spec(staged, arm, folder, _reference_steps(missing[key])) for key, folder in built.items()]
     specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
-    gang_set = GangSet(
-        folder=staged.attempt / arm,
+    return ArmGangs(
+        _gang_set(staged, arm, staged.attempt / arm, specs),
+        built,
+        {key: staged.attempt / arm / name for key, name in own.items()},
+        {key: ref.collect for key, ref in missing.items()},
+    )
+
+
+def second_gang(staged: Staged, arm: str) -> GangSet:
+    """The gang of an arm's second run, of the steps that `plan.second_run` says. Raises AttemptError."""
+    folder = again_folder(staged.attempt / arm)
+    spec = _spec(staged, arm, folder, [Step(**step) for step in second_run(staged.cell)])
+    return _gang_set(staged, arm, folder, [spec])
+
+
+def _gang_set(staged: Staged, arm: str, folder: Path, specs: Sequence[GangSpec]) -> GangSet:
+    cell, store, cluster = staged.cell, staged.store, staged.cell["cluster"]
+    return GangSet(
+        folder=folder,
         gangs=specs,
         tree=source_tree(cell["code"][arm], store),
         parents=1 if staged.allocation is None else cell["parallelism"]["nodes"],
@@ -85,12 +103,6 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
         environment=cluster["env"],
         image=cluster["image"],
         mounts=[f"{path}:{path}" for path in (store.root, *_given_checkpoints(cell))] + cluster["mounts"],
-    )
-    return ArmGangs(
-        gang_set,
-        built,
-        {key: staged.attempt / arm / name for key, name in own.items()},
-        {key: ref.collect for key, ref in missing.items()},
     )
 
 

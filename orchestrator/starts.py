@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan import Cell, Reference, references, served
+from orchestrator.plan import Cell, Reference, references, second_run, served
 
 ARMS = ("base", "candidate")  # in the order in which a driver runs them
 
@@ -39,7 +39,7 @@ def _cell_starts(
     for arm in ARMS:
         if cell["code"][arm] is None:
             continue
-        count += 1  # the scenario
+        count += 1 + bool(second_run(cell))  # the scenario
         own = served(cell, arm)
         for reference in references(cell):
             key = reference.key

@@ -14,6 +14,9 @@ BASE = (
     "base/"  # `base/updated` in a check: the base arm's observation, which the candidate's is compared with
 )
 REFERENCE = "reference.json"  # of a reference's folder: which observation in it is the fresh start, and of what attempt
+AGAIN = (
+    "again"  # observation of an arm's second run, which only measures speed, and the end of its folder's name
+)
 #: Engines that report no lifecycle events, so that their ranks write no such file.
 WITHOUT_LIFECYCLE = {"vllm"}
 PER_RANK = {"tensors", "memory"}  # collectors of which every rank writes a file; of the others, rank 0
@@ -42,6 +45,11 @@ class Arm:
     folder: Path
     references: Mapping[str, Path]  # `fresh.new` -> folder of the observation that is the reference
     base: Path | None = None  # folder of the base arm's gang, which the candidate may be compared with
+
+    @property
+    def again(self) -> Path:
+        """Folder of the second run's observation; not there where only one arm runs."""
+        return again_folder(self.folder) / AGAIN
 
     def observation(self, name: str) -> Path | None:
         """Folder of an observation, of a reference, or of the base's observation (`base/updated`); None for what
@@ -96,6 +104,11 @@ class Attempt:
 
     def with_collector(self, collector: str) -> list[str]:
         return [m.name for m in self.moments.values() if collector in m.collect]
+
+
+def again_folder(arm: Path) -> Path:
+    """Of an arm's second gang, beside that of its first."""
+    return arm.with_name(f"{arm.name}.{AGAIN}")
 
 
 def open_attempt(cell: Mapping[str, Any], folder: Path, references: Mapping[str, Path]) -> Attempt:

@@ -1,11 +1,12 @@
 """Reads what loads and requests cost: seconds by phase, memory, throughput."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from collectors.records import rank_file
 from orchestrator.judge.answers import Outcome, counterpart
-from orchestrator.judge.attempt import Arm, Attempt
+from orchestrator.judge.attempt import BASE, Arm, Attempt
 from orchestrator.judge.records import Reader, Record
 from orchestrator.judge.statistics import spread
 
@@ -74,12 +75,30 @@ def throughput(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reader: Rea
     text = f"{rate:,.0f} tokens/s"
     other = counterpart(attempt, arm, check, "throughput")
     theirs = _runs(reader.records(other[1] / "throughput.jsonl", 0)) if other else []
+    caveat = "the sides were not alternated and repeated, so a ratio within run-to-run noise says nothing"
     if other and theirs:
         their_rate, _ = spread([run["tokens_per_s"] for run in theirs])
         counts |= {"tokens_per_s_other": their_rate, "ratio": rate / their_rate, "runs_other": len(theirs)}
         text += f", {their_rate:,.0f} in `{other[0]}`: {rate / their_rate:.3f}x"
-    caveat = "the sides were not alternated and repeated, so a ratio within run-to-run noise says nothing"
+        second = _second_ratio(attempt, arm, reader) if other[0].startswith(BASE) else None
+        if second is not None:
+            ratios = sorted((rate / their_rate, second))
+            counts |= {"ratio": math.sqrt(ratios[0] * ratios[1]), "interval": ratios}
+            text += f", and {second:.3f}x when both ran again in turn: {counts['ratio']:.3f}x together"
+            caveat = "two alternating runs a side span the noise that was seen, and are too few to bound it"
     return Outcome("INCONCLUSIVE", expected, text, counts, caveat=caveat, required=False)
+
+
+def _second_ratio(attempt: Attempt, arm: Arm, reader: Reader) -> float | None:
+    """Of the second runs, which come in the order candidate, base; None of attempts from before there were any."""
+    folders = [one.again for one in attempt.arms if one.name in (arm.name, "base")]
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    found = [_runs(reader.records(folder / "throughput.jsonl", 0)) for folder in folders]
+    if not all(found):
+        return None
+    ours, theirs = (spread([run["tokens_per_s"] for run in runs])[0] for runs in found)
+    return ours / theirs
 
 
 def _runs(records: Sequence[Record]) -> list[Record]:

@@ -61,3 +61,32 @@ def test_without_a_base_arm_nothing_is_compared(tmp_path: Path) -> None:
     judged = world.judge(tmp_path)
     assert check(judged, "as_base")["verdict"] == "ERROR"
     assert "there is no base arm" in check(judged, "as_base")["observed"]
+
+
+def again(attempt: Path, arm: str, rate: float) -> None:
+    run = {"kind": "run", "requests": 4, "tokens_per_s": rate, "kv_capacity_tokens": 4096}
+    fx.write(attempt / f"{arm}.again" / "again" / "throughput.jsonl", [run, {"kind": "end"}])
+
+
+def test_second_runs_alternate_the_arms(tmp_path: Path) -> None:
+    world = World(base=True)
+    assert world.base is not None
+    world.base.rates["updated"] = 1250.0  # against 1000: 0.8x
+
+    def second(attempt: Path) -> None:
+        again(attempt, "candidate", 1250.0)
+        again(attempt, "base", 1000.0)
+
+    speed = check(world.judge(tmp_path / "a", second), "speed")
+    assert speed["counts"]["ratio"] == pytest.approx(1.0)
+    assert speed["counts"]["interval"] == pytest.approx([0.8, 1.25])
+    assert "0.800x, and 1.250x when both ran again in turn" in speed["observed"]
+    assert "interval" not in check(world.judge(tmp_path / "b"), "speed")["counts"]
+
+
+def test_a_second_run_without_its_record_is_an_error(tmp_path: Path) -> None:
+    def second(attempt: Path) -> None:
+        again(attempt, "candidate", 1250.0)
+        (attempt / "base.again" / "again").mkdir(parents=True)
+
+    assert World(base=True).judge(tmp_path, second)["verdict"] == "ERROR"

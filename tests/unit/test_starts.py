@@ -9,10 +9,10 @@ import pytest
 
 from collectors.records import RecordWriter, rank_file
 from orchestrator.judge.attempt import open_attempt
-from orchestrator.plan import references, served
+from orchestrator.plan import references, second_run, served
 from orchestrator.planning import plan
 from orchestrator.publish import publish
-from orchestrator.staging import ArmGangs, Staged, arm_gangs
+from orchestrator.staging import ArmGangs, Staged, arm_gangs, second_gang
 from orchestrator.starts import cheapest_order, engine_starts
 from orchestrator.store import Store, read_json
 from workloads.spec import GangSpec
@@ -214,3 +214,26 @@ def test_each_arm_serves_its_own(cell: Cell, store: Store) -> None:
     assert [starts.count for starts in engine_starts([cell], lambda key: False)] == [4]
     cell["code"]["base"] = dict(cell["code"]["candidate"])
     assert [starts.count for starts in engine_starts([cell], lambda key: False)] == [3]
+
+
+def test_two_versions_whose_speed_is_compared_run_twice_each(store: Store) -> None:
+    [one] = plan(["load_path=layerwise", "cluster.memory_gb=2", "collect.gsm8k.limit=0"]).cells
+    cell = one.cell
+    assert second_run(cell) == []
+    alone = engine_starts([cell], lambda key: False)[0].count
+    cell["code"]["base"] = dict(cell["code"]["candidate"])
+    start, observe = second_run(cell)
+    assert (start["checkpoint"], start["via"]) == ("new", "safetensors"), (
+        "the weights of the first measurement"
+    )
+    assert observe["collect"] == ["throughput"]
+    assert engine_starts([cell], lambda key: False)[0].count == alone + 3
+    attempt = store.new_attempt(store.write_cell(cell))
+    dirs = dict.fromkeys(cell["checkpoints"], "/weights")
+    for arm in ("candidate", "base"):
+        [spec] = second_gang(Staged(cell, store, attempt, None, dirs, {}), arm).gangs
+        assert Path(spec.output) == attempt / f"{arm}.again"
+        assert [step.do for step in spec.steps] == ["start", "observe"]
+        assert not spec.trace
+    cell["load_path"]["checks"] = [c for c in cell["load_path"]["checks"] if c["rule"] != "throughput"]
+    assert second_run(cell) == []
