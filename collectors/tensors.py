@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from collectors.classify import RUNTIME, classifier
 from collectors.fingerprint import fingerprints, why_unreadable
-from collectors.parts import CheckpointReader, Record, Slices, audit_parts
+from collectors.parts import Record, Slices, audit_parts
 from collectors.records import RecordWriter, rank_file
 from collectors.trace import StorageTrace
 from collectors.walk import Found, storage_address, walk
 from workloads.engines.protocol import Audited
+from workloads.loading.checkpoint import CheckpointReader
 
 Packed = Mapping[str, Callable[[], Tensor]]
 
