@@ -66,11 +66,12 @@ class Coverage:
         self._open = {}
 
     def _count(self, root: str, shared: "_Shared") -> None:
+        for name, reason in shared.excused.items():
+            shape, itemsize = shared.tensors.pop(name, ([0], 0))  # 0 bytes where a rank gives no size
+            self.excused[f"{root}:{name}"] = math.prod(shape) * itemsize
+            self.excuses[f"{root}:{name}"] = reason
         for name, (shape, itemsize) in shared.tensors.items():
             path, size = f"{root}:{name}", math.prod(shape) * itemsize
-            if name in shared.excused:
-                self.excused[path], self.excuses[path] = size, shared.excused[name]
-                continue
             held = size if name in shared.whole else shared.volume(name, shape) * itemsize
             self.expected += size
             self.audited += held

@@ -103,6 +103,11 @@ def test_each_reason_of_what_is_not_owed_is_shown_once() -> None:
     assert "100 tensors of 400 bytes not owed" in coverage.left_out()
 
 
+def test_what_is_not_owed_is_listed_where_its_size_is_not_recorded() -> None:
+    coverage = total([shared(0, {"b": [[3], 4]}, {"b": [[[0, 3]]]}, excused={"a": "tied"})], group=1)
+    assert (coverage.fraction, coverage.excused) == (1.0, {"target:a": 0})
+
+
 def test_what_the_checkpoint_does_not_hold_counts_nothing() -> None:
     coverage = total([shared(0, {"b": [[3], 4]}, {"x": [[[0, 3]]], "b": [[[0, 9], [0, 9]]]})], group=1)
     assert (coverage.expected, coverage.audited) == (12, 0)
