@@ -113,11 +113,12 @@ def _source(
 
     A draft model has weights of its own and some of the target's; it owes what was found in it.
     """
-    owed = {n: meta for n, meta in tensors.items() if n not in excused and (root == "target" or n in regions)}
+    shown = {name: meta for name, meta in tensors.items() if root == "target" or name in regions}
+    owed = {name: meta for name, meta in shown.items() if name not in excused}
     return {
         "root": root,
         "shared": True,
-        "tensors": {name: [meta.shape, DTYPE_BYTES[meta.dtype]] for name, meta in owed.items()},
+        "tensors": {name: [meta.shape, DTYPE_BYTES[meta.dtype]] for name, meta in shown.items()},
         "regions": {name: sorted(boxes) for name, boxes in regions.items()},
         "excused": excused,
         "reasons": {name: reason for name, reason in reasons.items() if name in owed},

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from collectors.fingerprint import Digest, fingerprints, why_unreadable
+from collectors.row_index import as_dtype
 from workloads.engines.protocol import Part
 
 Record = dict[str, Any]
@@ -31,7 +32,7 @@ class Slice:
     nbytes: int
 
 
-_Key = tuple[str, Region]
+_Key = tuple[str, Region, torch.dtype | None]  # tensor, part of it, dtype that it is cast to
 Slices = dict[_Key, Slice]  # of one checkpoint
 
 
@@ -53,16 +54,19 @@ def audit_parts(
 
 @dataclass(slots=True)
 class _Piece:
-    """A part, its value (None if it has no bytes to read), and the checkpoint's where it was read just now."""
+    """A part, its value (None if it has no bytes to read), and the checkpoint's where it was read just now, with its
+    bytes as stored."""
 
     part: Part
     value: Tensor | None
     read: Tensor | None
+    stored: int = 0
 
     @property
     def key(self) -> _Key | None:
         """Which slice of the checkpoint the part must equal, None for padding."""
-        return None if self.part.source is None else (self.part.source, self.part.region)
+        part = self.part
+        return None if part.source is None else (part.source, part.region, part.read_as)
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +97,7 @@ class _Totals:
             "root": self._root,
             "bytes_expected": sum(self._wanted.values()),
             "bytes_audited": sum(self._wanted[key] for key in self._covered),
-            "missing": sorted({name for name, _ in self._wanted.keys() - self._covered}),
+            "missing": sorted({name for name, *_ in self._wanted.keys() - self._covered}),
         }
 
 
@@ -104,7 +108,10 @@ def _batches(parts: Iterable[Part], reader: CheckpointReader, known: Slices) -> 
         value = None if why_unreadable(part.value) else part.value
         piece = _Piece(part, value, None)
         if piece.key is not None and piece.key not in known:
-            piece.read = reader.slice(*piece.key)
+            name, region, dtype = piece.key
+            read = reader.slice(name, region)
+            piece.stored = read.nbytes
+            piece.read = read if dtype is None else as_dtype(read, dtype)
             if value is not None:
                 piece.read = piece.read.to(value.device)  # a device hashes far faster than the host
         batch.append(piece)
@@ -116,17 +123,24 @@ def _batches(parts: Iterable[Part], reader: CheckpointReader, known: Slices) -> 
         yield batch
 
 
+def _slice(reader: CheckpointReader, key: _Key) -> Tensor:
+    """A slice of the checkpoint, as the live tensor should hold it."""
+    name, region, dtype = key
+    read = reader.slice(name, region)
+    return read if dtype is None else as_dtype(read, dtype)
+
+
 def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointReader) -> Iterator[Record]:
     """Records of a batch; the digests of what was read for it are left in `slices`. A part that is not what it
     should be is looked at once more: are its bytes the right ones in another order?"""
-    new = [(piece.key, piece.read) for piece in batch if piece.key is not None and piece.read is not None]
-    casts = [numeric_cast(read) if _is_scale(key, read) else None for key, read in new]
-    digests = _digests_of([*(piece.value for piece in batch), *(read for _, read in new), *casts])
+    new = [(p.key, p.read, p.stored) for p in batch if p.key is not None and p.read is not None]
+    casts = [numeric_cast(read) if _is_scale(key, read) else None for key, read, _ in new]
+    digests = _digests_of([*(piece.value for piece in batch), *(read for _, read, _ in new), *casts])
     values, fresh = digests[: len(batch)], digests[len(batch) :]
-    for i, (key, read) in enumerate(new):
+    for i, (key, _, stored) in enumerate(new):
         digest, cast = fresh[i :: len(new)]
         assert digest is not None, "a slice that was read has a digest"
-        slices[key] = Slice(digest.fp, cast.fp if cast else None, read.nbytes)
+        slices[key] = Slice(digest.fp, cast.fp if cast else None, stored)
     for piece, value in zip(batch, values, strict=True):
         expected = slices[piece.key] if piece.key is not None else None
         differs = expected is not None and value is not None and value.fp != expected.fp
@@ -151,7 +165,7 @@ def _is_permuted(piece: _Piece, reader: CheckpointReader) -> bool:
     assert piece.value is not None, "only parts with bytes are held against the checkpoint"
     counts = [
         torch.bincount(tensor.contiguous().reshape(-1).view(torch.uint8), minlength=256).cpu()
-        for tensor in (piece.value, reader.slice(*piece.key))
+        for tensor in (piece.value, _slice(reader, piece.key))
     ]
     return torch.equal(*counts)
 

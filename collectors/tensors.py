@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from collectors.classify import RUNTIME, classifier
+from collectors.classify import RUNTIME, Class, classifier
 from collectors.fingerprint import fingerprints, why_unreadable
 from collectors.parts import Record, Slices, audit_parts
 from collectors.records import RecordWriter, rank_file
@@ -155,7 +155,7 @@ def _read_back(packed: Packed) -> Iterator[Found]:
         yield Found(path, path.partition(":")[0], "packed", read(), 0)
 
 
-def _tensor_records(found: Sequence[Found], classes: Sequence[tuple[str, str]]) -> list[Record]:
+def _tensor_records(found: Sequence[Found], classes: Sequence[Class]) -> list[Record]:
     unreadable = [why_unreadable(one.tensor) for one in found]
     records = [_tensor_record(*row) for row in zip(found, classes, unreadable, strict=True)]
     hashed = [i for i, record in enumerate(records) if record["class"] != RUNTIME and not unreadable[i]]
@@ -165,15 +165,15 @@ def _tensor_records(found: Sequence[Found], classes: Sequence[tuple[str, str]]) 
     return records
 
 
-def _tensor_record(found: Found, class_: tuple[str, str], unreadable: str | None) -> Record:
+def _tensor_record(found: Found, class_: Class, unreadable: str | None) -> Record:
     """Without digests. A tensor whose bytes cannot be read holds none: nbytes 0, and the reason says why."""
-    tensor, (tensor_class, reason) = found.tensor, class_
+    tensor, reason = found.tensor, class_.reason
     strided = tensor.layout is torch.strided
     return {
         "path": found.path,
         "root": found.root,
         "origin": found.origin,
-        "class": tensor_class,
+        "class": class_.name,
         "reason": f"{reason}; no bytes to audit: {unreadable}" if unreadable else reason,
         "dtype": dtype_name(tensor.dtype),
         "shape": tuple(tensor.shape),
@@ -186,6 +186,7 @@ def _tensor_record(found: Found, class_: tuple[str, str], unreadable: str | None
         "nan": False,
         "const": None,
         "aliases": found.aliases,
+        **({"may_move": True} if class_.may_move else {}),
     }
 
 

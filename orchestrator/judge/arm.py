@@ -120,7 +120,7 @@ class ArmJudge:
         }
 
     def _least_covered(self) -> tuple[str, Coverage]:
-        entries = self._tensors.coverage.items()
+        entries = [entry for entry in self._tensors.coverage.items() if entry[1].owes]
         if not entries:
             return "", Coverage()
         return min(entries, key=lambda e: (e[1].fraction, -e[1].unclassified - e[1].unreachable))

@@ -105,7 +105,9 @@ def moved(first: Audit, later: Audit) -> tuple[int, list[Difference]]:
     looked_at = 0
     found = []
     for path, before in first.tensors.items():
-        if before["class"] not in ADDRESSED or not before["nbytes"] or not before["storage"]:
+        if before["class"] not in ADDRESSED or not before["nbytes"] or before.get("may_move"):
+            continue
+        if not before["storage"]:
             continue  # what a kernel packed away was read back and has no address of its own
         looked_at += 1
         after = later.tensors.get(path) or later.find(path)
@@ -125,10 +127,10 @@ def unchanged(before: Audit, after: Audit) -> tuple[Counter[str], list[tuple[str
     found: list[tuple[str, str, Record]] = []
     for path, got in after.tensors.items():
         old = before.tensors.get(path)
-        parts = after.parts_of(got)
-        if old is None or (parts and any(p["source"] is not None for p in parts.values())):
-            _unchanged_parts(path, before.parts_of(old) if old else {}, parts, counts, found)
-        elif got["class"] == "weight" and got["nbytes"]:
+        parts, old_parts = after.parts_of(got), before.parts_of(old) if old else {}
+        if old is None or (old_parts and any(p["source"] is not None for p in parts.values())):
+            _unchanged_parts(path, old_parts, parts, counts, found)
+        elif got["nbytes"] and (got["class"] == "weight" or parts):  # no slices yet: it held random weights
             same = got["fp"] == old["fp"]
             counts["unchanged" if same else "changed"] += 1
             if same:

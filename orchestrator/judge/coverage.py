@@ -18,12 +18,14 @@ SHOWN = 5  # names kept of what is not covered, and reasons of what is not owed
 class Coverage:
     """Totals of one observation over all ranks and roots, bytes.
 
-    group: contiguous ranks that hold one model between them. missing: path of what is not (wholly) covered -> a
-    rank of which. reasons: why, where a rank said so. excused: path of what is not owed -> its bytes, once;
-    excuses: why.
+    group: contiguous ranks that hold one model between them. loaded: whether a checkpoint was loaded at all; of a start
+    on random weights an engine that is searched by content holds nothing, and owes nothing.
+    missing: path of what is not (wholly) covered -> a rank of which. reasons: why, where a rank said so.
+    excused: path of what is not owed -> its bytes, once; excuses: why.
     """
 
     group: int = 1
+    loaded: bool = True
     expected: int = 0
     audited: int = 0
     vacuous: int = 0
@@ -39,7 +41,14 @@ class Coverage:
 
     @property
     def fraction(self) -> float:
+        if not self.owes:
+            return 1.0
         return self.audited / self.expected if self.expected else 0.0
+
+    @property
+    def owes(self) -> bool:
+        """Whether there is anything to cover."""
+        return self.loaded or self.expected > 0
 
     def add(self, audit: Audit) -> None:
         """Ranks come in order; after the last one, `finish`."""
@@ -49,7 +58,8 @@ class Coverage:
         self.silent_ranks += not any(s["bytes_expected"] for s in audit.sources)
         for source in audit.sources:
             if source.get("shared"):
-                self._open.setdefault(source["root"], _Shared(audit.rank)).add(source)
+                if self.loaded:
+                    self._open.setdefault(source["root"], _Shared(audit.rank)).add(source)
                 continue
             self.expected += source["bytes_expected"]
             self.audited += source["bytes_audited"]

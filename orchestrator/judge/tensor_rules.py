@@ -43,7 +43,9 @@ class TensorJudge:
         self.observations = attempt.with_collector("tensors")
         layout = attempt.cell["parallelism"]
         group = max(layout["tp"], layout["ep"])
-        self.coverage = {name: Coverage(group) for name in self.observations}
+        self.coverage = {
+            name: Coverage(group, attempt.moments[name].via != "dummy") for name in self.observations
+        }
         self._compared = attempt.compared_references | attempt.compared_with_base
         self._places: dict[str, Places] = {}
         self._replicas: dict[str, list[Prints]] = {name: [] for name in self.observations}

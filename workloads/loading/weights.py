@@ -54,6 +54,7 @@ class Part:
     value: the bytes, contiguous, checkpoint layout (may be a fresh copy).
     source, region: checkpoint tensor and the (start, length) per dimension that it must equal; None for padding.
     padding_value: the byte or number the parameter was created with; only for padding parts.
+    read_as: dtype to which the checkpoint's values are cast before they are compared; None: they are not.
     """
 
     tensor: str
@@ -62,15 +63,20 @@ class Part:
     source: str | None = None
     region: Region = ()
     padding_value: float | None = None
+    read_as: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Class of the tensors whose audit path matches `pattern` (fnmatch), with the reason shown to people."""
+    """Class of the tensors whose audit path matches `pattern` (fnmatch), with the reason shown to people.
+
+    may_move: no captured graph or kernel can hold their address, so that they may lie elsewhere after an update.
+    """
 
     pattern: str
     tensor_class: str  # weight | derived | constant | handle | runtime
     reason: str
+    may_move: bool = False
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,10 @@ def read_rules(version: str) -> Rules:
     data = tomllib.loads(file.read_text())
     return Rules(
         file.stem,
-        tuple(Rule(entry["pattern"], entry["class"], entry["reason"]) for entry in data["tensor"]),
+        tuple(
+            Rule(entry["pattern"], entry["class"], entry["reason"], entry.get("may_move", False))
+            for entry in data["tensor"]
+        ),
         tuple(Rule(entry["pattern"], "not_loaded", entry["reason"]) for entry in data["checkpoint"]),
     )
 

@@ -1,0 +1,107 @@
+"""The released vLLM, for real: every scenario at TP1 and TP2, and harm done from outside that must be found."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+COMMAND_TIMEOUT_S = 800
+
+
+@dataclass
+class Outcome:
+    exit_code: int
+    output: str
+    folder: Path | None  # of the experiment
+    verdict: dict[str, Any]
+
+
+@dataclass
+class Runner:
+    store: Path
+
+    def __call__(self, *arguments: str) -> Outcome:
+        before = set(self.store.glob("experiments/*"))
+        done = subprocess.run(
+            [sys.executable, "-m", "orchestrator", *arguments, f"store='{self.store}'"],
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
+        )
+        made = set(self.store.glob("experiments/*")) - before
+        folder = made.pop() if made else None
+        verdict = json.loads((folder / "verdict.json").read_text()) if folder else {}
+        return Outcome(done.returncode, done.stdout + done.stderr, folder, verdict)
+
+
+@pytest.fixture(scope="module")
+def orchestrate(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    return Runner(tmp_path_factory.mktemp("run store"))  # with a space
+
+
+@pytest.fixture(scope="module")
+def refit(orchestrate: Runner) -> Outcome:
+    return orchestrate("+exp=vllm_refit", "parallelism=single,tp2")
+
+
+def test_a_dense_model_passes_every_scenario_at_tp1_and_tp2(refit: Outcome) -> None:
+    assert refit.exit_code == 0, refit.output
+    cells = refit.verdict["cells"]
+    assert [cell["verdict"] for cell in cells] == ["PASS"] * 4
+    layouts = {(cell["labels"]["parallelism"], cell["labels"]["load_path"]) for cell in cells}
+    assert len(layouts) == 4
+
+
+def test_every_byte_of_the_checkpoint_is_covered(refit: Outcome) -> None:
+    for cell in refit.verdict["cells"]:
+        coverage = cell["coverage"]
+        assert coverage["fraction"] == 1.0, cell["labels"]
+        assert coverage["unclassified"] == coverage["unreachable"] == 0
+        assert coverage["expected"] > 5_000_000
+
+
+def test_no_engine_is_started_that_another_could_serve(refit: Outcome) -> None:
+    """Two layouts, each: a start on `old` which is its own reference, a fresh start on `new`, a dummy start."""
+    assert sum(cell["starts"] for cell in refit.verdict["cells"]) == 2 * 3
+    assert "engine starts" in (refit.folder / "report.md").read_text().lower()  # type: ignore[operator]
+
+
+def test_the_same_command_again_starts_nothing(refit: Outcome, orchestrate: Runner) -> None:
+    again = orchestrate("+exp=vllm_refit", "parallelism=single,tp2")
+    assert again.exit_code == 0
+    assert "reused" in again.output
+
+
+def test_harm_done_from_outside_is_found_on_its_rank_at_its_path(orchestrate: Runner, refit: Outcome) -> None:
+    names = "overwritten_weight,dropped_buffer,zeroed_closure,swapped_rows"
+    outcome = orchestrate(
+        "model=tiny_llama", "parallelism=tp2", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload",
+        f"code.candidate.faults=[{names}]",
+    )  # fmt: skip
+    assert outcome.exit_code == 1, outcome.output
+    [cell] = outcome.verdict["cells"]
+    log = next(
+        (orchestrate.store / "cells" / cell["id"]).glob("attempt-*/candidate/rank-00000.log")
+    ).read_text()
+    harmed = {
+        line.split("fault ")[1].split(" did harm to ")[0]: line.split(" did harm to ")[1].strip()
+        for line in log.splitlines()
+        if " did harm to " in line
+    }
+    assert set(harmed) == set(names.split(","))
+    found = {
+        (path, finding["rank"])
+        for finding in cell["findings"]
+        for path in [finding["path"], *finding.get("paths", [])]
+    }
+    for fault, path in harmed.items():
+        assert any(path in where and rank == 1 for where, rank in found), (fault, path, sorted(found))
