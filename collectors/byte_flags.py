@@ -106,7 +106,8 @@ def constant_rows(rows: Tensor) -> list[int]:
     A few probes settle most rows; only the others are read whole.
     """
     nbytes = rows.shape[1]
-    probes = rows[:, [0, nbytes // 5, nbytes // 3, nbytes // 2, nbytes - 1]].cpu().numpy()
+    places = [0, nbytes // 5, nbytes // 3, nbytes // 2, nbytes - 1]
+    probes = rows.numpy()[:, places] if rows.is_cpu else rows[:, places].cpu().numpy()
     constant = [-1] * len(rows)
     for i in np.flatnonzero((probes == probes[:, :1]).all(axis=1)).tolist():
         parts = torch.split(rows[i], _COMPARED_AT_ONCE)

@@ -7,6 +7,7 @@ leaves wait until enough of equal length are there to be hashed by the same few 
 import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from collectors.row_sums import ROW_BYTES, SUM_BYTES, row_sums
 _SMALL = 32 << 10  # bytes of a leaf that is hashed together with others
 _GROUP = 512 << 10  # bytes of small leaves hashed together
 _PIECE = 4 << 20  # bytes made contiguous or padded at a time; a multiple of ROW_BYTES
+_SUMS_AT_ONCE = 4 << 20  # bytes of sums, of 256 MiB of leaves
 _PIECE_ON_DEVICE = 256 << 20  # launches cost more there than memory does
 _MOST_ROWS = 64  # of one leaf; sums of more are hashed again, so that a device returns little
 _Group = tuple[torch.device, torch.dtype, int]  # of small leaves: device, dtype, bytes of each
@@ -36,6 +38,10 @@ class Leaves:
         self.constants: list[int] = []
         self._flags = flags
         self._waiting: dict[_Group, list[tuple[int, Tensor]]] = {}
+        self._sums: dict[
+            tuple[torch.device, int], list[tuple[Sequence[int], Tensor]]
+        ] = {}  # by bytes of a leaf
+        self._sum_bytes = 0
 
     def add(self, tensor: Tensor, slices: int) -> int:
         """Leaves for the `slices` leading slices of `tensor`, or with 0 one for the whole; returns the first's
@@ -58,6 +64,7 @@ class Leaves:
     def flush(self) -> None:
         for group in list(self._waiting):
             self._flush(group)
+        self._digest()
 
     def _wait(self, leaf: int, tensor: Tensor, nbytes: int) -> None:
         group = (tensor.device, tensor.dtype, nbytes)
@@ -108,11 +115,11 @@ class Leaves:
         """Leaves of nbytes each from uint8 [n, bytes], whole rows of ROW_BYTES, zero behind nbytes."""
         count = len(leaves)
         sums, nan = row_sums(padded.view(-1, ROW_BYTES), 0, dtype if self._flags else None)
-        digests = _digests(sums.view(torch.uint8).view(count, -1), nbytes)
+        self._summed(leaves, sums.view(torch.uint8).view(count, -1), nbytes)
         has_nan = nan.view(count, -1).any(1).tolist()
         constants = constant_rows(padded[:, :nbytes]) if self._flags else [-1] * count
         for i, leaf in enumerate(leaves):
-            self.digests[leaf], self.nan[leaf], self.constants[leaf] = digests[i], has_nan[i], constants[i]
+            self.nan[leaf], self.constants[leaf] = has_nan[i], constants[i]
 
     def _leaf(self, leaf: int, pieces: Iterable[Tensor], dtype: torch.dtype, nbytes: int) -> None:
         """One leaf from its bytes in order: uint8 [k], k a multiple of ROW_BYTES except in the last."""
@@ -126,8 +133,25 @@ class Leaves:
                 sums.append(part_sums)
                 self.nan[leaf] |= bool(nan.any())
             constants.update(constant_rows(piece.unsqueeze(0)) if self._flags else [-1])
-        (self.digests[leaf],) = _digests(torch.cat(sums).view(torch.uint8).view(1, -1), nbytes)
+        self._summed([leaf], torch.cat(sums).view(torch.uint8).view(1, -1), nbytes)
         self.constants[leaf] = constants.pop() if len(constants) == 1 else -1
+
+    def _summed(self, leaves: Sequence[int], sums: Tensor, nbytes: int) -> None:
+        """Keeps sums until there are many: their digests between products would cost the threads' time."""
+        self._sums.setdefault((sums.device, nbytes), []).append((leaves, sums))
+        self._sum_bytes += sums.nbytes
+        if self._sum_bytes >= _SUMS_AT_ONCE:
+            self._digest()
+
+    def _digest(self) -> None:
+        for (_, nbytes), waiting in self._sums.items():
+            digests = _digests(torch.cat([sums for _, sums in waiting]), nbytes)
+            for leaf, digest in zip(
+                chain.from_iterable(leaves for leaves, _ in waiting), digests, strict=True
+            ):
+                self.digests[leaf] = digest
+        self._sums.clear()
+        self._sum_bytes = 0
 
 
 def octets(tensor: Tensor) -> Tensor:

@@ -22,9 +22,7 @@ ROW_BYTES = 4096
 SUMS = 16
 SUM_BYTES = 4 * SUMS  # of one row
 _ROWS_AT_ONCE = 256  # 1 MiB: stays in the L2 cache between the product and the search for NaN
-_ROWS_AT_ONCE_OF_THREADS = (
-    4096  # 16 MiB: threads wait for each other once per product, which costs more than L2 saves
-)
+_ROWS_AT_ONCE_OF_THREADS = 4096  # 16 MiB: they wait for each other after each product, which costs more
 _ROWS_AT_ONCE_ON_DEVICE = 65536  # 256 MiB
 _MINIMUM_ON_DEVICE = 32  # cuBLASLt refuses integer products of 16 rows and fewer
 _SEED = 0x7265666974737461
@@ -54,14 +52,21 @@ def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tupl
     signed = rows.view(torch.int8)
     key = keys(level, rows.device)
     step = _rows_at_once(rows.is_cpu)
+    if 0 < len(rows) <= step:
+        return _product(signed, key), _nan(rows, dtype)
     sums = torch.empty((len(rows), SUMS), dtype=torch.int32, device=rows.device)
-    nan = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    nan = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
     for start in range(0, len(rows), step):
         part = slice(start, min(start + step, len(rows)))
         sums[part] = _product(signed[part], key)
-        if dtype is not None:
-            nan[part] = nan_rows(rows[part], dtype)
+        nan[part] = _nan(rows[part], dtype)
     return sums, nan
+
+
+def _nan(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None:
+        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
+    return nan_rows(rows, dtype)
 
 
 def _rows_at_once(is_cpu: bool) -> int:
