@@ -1,4 +1,4 @@
-"""Known harm done to the models of one vLLM worker after each update, to prove that the audit sees it.
+"""Known harm done to the models of one vLLM worker after the last update, to prove that the audit sees it.
 
 Each module has `inject(roots) -> str`: it harms one thing and returns its audit path. Nothing of vLLM is patched.
 """
