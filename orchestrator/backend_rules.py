@@ -113,6 +113,13 @@ def _url(root: Root) -> Problems:
             "backend.url names a running server, which load_path.steps do not use: begin them with {do: start, "
             "checkpoint: NAME, via: attach}, or leave backend.url out."
         )
+    compared = any(check.rule == "same_generations" for check in root.load_path.checks)
+    if compared and root.backend.max_requests > 1:
+        yield (
+            f"backend.max_requests is {root.backend.max_requests}, and requests reach a server one by one: which of "
+            "them it computes together is chance and decides the last bits of answers that load_path.checks compare. "
+            "Set backend.max_requests=1, or leave the checks of rule same_generations out."
+        )
     sides = {side for check in root.load_path.checks for side in (check.left, check.right)}
     fresh = sorted(side for side in sides if side.startswith(f"{FRESH}."))
     bare = [name for name, arm in cell_arms(root).items() if arm.environment is None]

@@ -56,8 +56,8 @@ class Recorder:
         self.shown.take(record)
         if record["kind"] != "step":  # the ranks have recorded their steps themselves
             self._keep(record["kind"], record)
-        elif record["do"] == "start" and record["state"] == "start" and record["rank"] == 0:
-            self.starts += 1
+        elif (record["do"], record["state"], record["rank"]) == ("start", "start", 0):
+            self.starts += record.get("via") != "attach"
 
     def _keep(self, kind: str, record: Mapping[str, Any]) -> None:
         self.events.write(kind, record)

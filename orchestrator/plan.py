@@ -145,7 +145,8 @@ def served(cell: Cell, arm: str) -> dict[str, str]:
 
 
 def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> str:
-    identity = {key: cell[key] for key in ("format", "model", "parallelism", "backend")}
+    identity = {key: cell[key] for key in ("format", "model", "parallelism")}
+    identity["backend"] = own_backend(cell, arm)
     identity["arm"] = _arm_identity(cell["code"][arm])
     identity["checkpoint"] = cell["checkpoints"][checkpoint]
     identity["input"] = cell["inputs"].get(f"checkpoints.{checkpoint}.path")
@@ -154,6 +155,17 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> 
     if "generations" in collect:
         identity["generations"] = {key: cell["collect"][key] for key in ("prompts", "sampling")}
     return digest(identity)
+
+
+def own_backend(cell: Cell, arm: str) -> dict[str, Any]:
+    """The backend of an arm's fresh starts: where the scenario attaches to a server, they are engines of our own."""
+    backend: dict[str, Any] = cell["backend"]
+    if backend.get("url") is None:
+        return backend
+    environment = cell["code"][arm][
+        "environment"
+    ]  # as of a cell whose scenario starts in it: it may be shared
+    return {**backend, "url": None, "environment": None if environment is None else environment["name"]}
 
 
 def second_run(cell: Cell) -> list[dict[str, Any]]:

@@ -19,7 +19,17 @@ from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.judge.attempt import again_folder
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
-from orchestrator.plan import FRESH, FRESH_VIA, Cell, Reference, digest, references, second_run, served
+from orchestrator.plan import (
+    FRESH,
+    FRESH_VIA,
+    Cell,
+    Reference,
+    digest,
+    own_backend,
+    references,
+    second_run,
+    served,
+)
 from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step
@@ -75,7 +85,11 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     prefix = "" if arm == "candidate" else f"{arm}-"
     own = {key: name for key, name in served(cell, arm).items() if key in missing}
     built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items() if key not in own}
-    specs = [_spec(staged, arm, folder, _reference_steps(missing[key])) for key, folder in built.items()]
+    own_engine = own_backend(cell, arm)
+    specs = [
+        _spec(staged, arm, folder, _reference_steps(missing[key]), own_engine)
+        for key, folder in built.items()
+    ]
     specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
     return ArmGangs(
         _gang_set(staged, arm, staged.attempt / arm, specs),
@@ -267,14 +281,22 @@ def _reference_steps(reference: Reference) -> list[Step]:
     ]
 
 
-def _spec(staged: Staged, arm: str, output: Path, steps: Sequence[Step]) -> GangSpec:
+def _spec(
+    staged: Staged,
+    arm: str,
+    output: Path,
+    steps: Sequence[Step],
+    backend: Mapping[str, Any] | None = None,
+) -> GangSpec:
+    """backend: instead of the cell's."""
     cell, collect = staged.cell, staged.cell["collect"]
     gsm8k_sampling = Sampling(max_new_tokens=collect["gsm8k"]["max_new_tokens"], top_logprobs=1)
     return GangSpec.from_dict(
         {
             "name": output.name,
             "output": str(output),
-            **{key: cell[key] for key in ("model", "parallelism", "backend")},
+            **{key: cell[key] for key in ("model", "parallelism")},
+            "backend": backend or cell["backend"],
             "checkpoints": {
                 name: {**checkpoint, "perturbation": "none"} if _needs_files(cell, checkpoint) else checkpoint
                 for name, checkpoint in cell["checkpoints"].items()  # files that are written out are no views

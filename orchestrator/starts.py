@@ -39,7 +39,8 @@ def _cell_starts(
     for arm in ARMS:
         if cell["code"][arm] is None:
             continue
-        count += 1 + bool(second_run(cell))  # the scenario
+        attached = cell["backend"].get("url") is not None
+        count += (not attached) + bool(second_run(cell))  # the scenario
         own = served(cell, arm)
         for reference in references(cell):
             key = reference.key

@@ -18,15 +18,15 @@ TRACED = Prompt("traced", (1, 2, 3, 4))  # of the forward passes whose storages 
 def play(
     engine: Engine, observer: Observer, spec: GangSpec, rank: int, progress: Sequence[RecordWriter]
 ) -> None:
-    """Runs all steps of `spec` in order. Every step leaves two `step` records {"index", "do", "name", "state",
-    "time"} in `progress`; the second one also has "seconds" and, for loads, "stats" (seconds by phase, bytes).
+    """Runs all steps of `spec` in order. Every step leaves two `step` records {"index", "do", "via", "name",
+    "state", "time"} in `progress`; the second one also has "seconds" and, for loads, "stats" (seconds by phase, bytes).
 
     progress: one writer for each rank that this process leads; `rank` is the first of them.
     """
     player = _Player(engine, observer, spec, rank)
     traced = not spec.trace
     for index, step in enumerate(spec.steps):
-        record = {"index": index, "do": step.do, "name": step.name or step.checkpoint}
+        record = {"index": index, "do": step.do, "via": step.via, "name": step.name or step.checkpoint}
         _note(progress, {**record, "state": "start", "time": time.time()})
         started = time.perf_counter()
         stats = player.play(step)

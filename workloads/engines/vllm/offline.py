@@ -141,6 +141,10 @@ def _generation(prompt: Prompt, output: Any, params: Sampling) -> Generation:
 
 
 def _top(candidates: Mapping[int, Any], count: int) -> list[tuple[int, float]]:
-    """The most probable tokens first. vLLM adds the sampled one where it is not among them."""
-    ranked = sorted(candidates.items(), key=lambda item: (item[1].rank, item[0]))
-    return [(token, float(entry.logprob)) for token, entry in ranked[:count]]
+    """The most probable tokens first, equally probable ones as their ids are: as a server's answers are read. vLLM adds
+    the sampled token where it is not among them."""
+    ranked = sorted(
+        ((token, float(entry.logprob)) for token, entry in candidates.items()),
+        key=lambda item: (-item[1], item[0]),
+    )
+    return ranked[:count]

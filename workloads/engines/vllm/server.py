@@ -9,14 +9,23 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
 from workloads.engines.protocol import Generation, Prompt
+from workloads.engines.vllm.offline import EXTENSION
 from workloads.spec import GangSpec, Sampling
 
 TOKEN = "token_id:"  # how the server spells tokens when it is asked for their ids
+
+
+_HINTS = {
+    404: "Start the server with VLLM_SERVER_DEV_MODE=1.",
+    500: f"Its log says why; it must have been started with --worker-extension-cls {EXTENSION}.",
+}
 
 
 class ServerError(RuntimeError):
@@ -24,14 +33,20 @@ class ServerError(RuntimeError):
 
 
 class ServerEngine:
-    """All replicas of one server: it spreads requests and calls itself. Raises ServerError."""
+    """All replicas of one server, which passes calls on to each of them. Raises ServerError."""
 
     def __init__(self, spec: GangSpec) -> None:
         assert spec.backend.url is not None, "attaching needs backend.url"
         self._url = urlsplit(spec.backend.url)
         self._timeout_s = spec.collective_timeout_s
-        self._concurrency = spec.backend.max_requests * spec.parallelism.dp
+        self._concurrency, self._replicas = spec.backend.max_requests, spec.parallelism.dp
         [self._model, *_] = self._json("GET", "/v1/models")["data"]
+        ranks = self._json("GET", "/get_world_size?include_dp=true")["world_size"]
+        if ranks != spec.parallelism.ranks:
+            raise ServerError(
+                f"The server of {self._url.geturl()} has {ranks} workers, the layout {spec.parallelism.ranks} ranks: "
+                "set parallelism.tp and parallelism.dp to what the server was started with."
+            )
 
     def rpc(self, method: str, **arguments: Any) -> list[Any]:
         """Calls a method on every worker. The results are those of the first replica: a server returns no others."""
@@ -45,8 +60,19 @@ class ServerEngine:
         return str(self._model["root"])
 
     def generate(self, prompts: Sequence[Prompt], params: Sampling, stop: frozenset[int]) -> list[Generation]:
-        with ThreadPoolExecutor(min(len(prompts), self._concurrency)) as threads:
-            return list(threads.map(lambda prompt: self._complete(prompt, params, stop), prompts))
+        """Continues every prompt, prompt i on replica i mod dp, and no more of one replica at a time than asked: what
+        is computed together decides the last bits of the answers."""
+        with ExitStack() as stack:
+            threads = [
+                stack.enter_context(ThreadPoolExecutor(self._concurrency)) for _ in range(self._replicas)
+            ]
+            answers = [
+                threads[number % self._replicas].submit(
+                    self._complete, prompt, params, stop, number % self._replicas
+                )
+                for number, prompt in enumerate(prompts)
+            ]
+            return [answer.result() for answer in answers]
 
     def reset_caches(self) -> None:
         self._json("POST", "/reset_prefix_cache")
@@ -58,15 +84,16 @@ class ServerEngine:
         self._json("POST", "/wake_up")
 
     def kv_capacity_tokens(self) -> int:
+        """Of one replica."""
         with self._open("GET", "/metrics") as response:
             lines = response.read().decode().splitlines()
-        labels = [line for line in lines if line.startswith("vllm:cache_config_info{")]
-        return sum(_label(line, "num_gpu_blocks") * _label(line, "block_size") for line in labels)
+        line = next(line for line in lines if line.startswith("vllm:cache_config_info{"))
+        return _label(line, "num_gpu_blocks") * _label(line, "block_size")
 
     def close(self) -> None:
         """The server goes on."""
 
-    def _complete(self, prompt: Prompt, params: Sampling, stop: frozenset[int]) -> Generation:
+    def _complete(self, prompt: Prompt, params: Sampling, stop: frozenset[int], replica: int) -> Generation:
         asked = {
             "model": self._model["id"],
             "prompt": list(prompt.token_ids),
@@ -81,7 +108,8 @@ class ServerEngine:
         }
         generation = Generation(id=prompt.id, prompt_tokens=len(prompt.token_ids))
         started = time.perf_counter()
-        with self._open("POST", "/v1/completions", asked) as response:
+        chosen = {"X-data-parallel-rank": str(replica)} if self._replicas > 1 else {}
+        with self._open("POST", "/v1/completions", asked, chosen) as response:
             for choice in _choices(response):
                 _extend(generation, choice, params.top_logprobs)
                 if not generation.first_token_s:
@@ -94,15 +122,20 @@ class ServerEngine:
             data = response.read()
         return json.loads(data) if data else {}
 
-    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> "_Response":
+    def _open(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> "_Response":
         kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
         connection = kind(self._url.netloc, timeout=self._timeout_s)
         text = None if body is None else json.dumps(body)
         where = f"{method} {self._url.geturl().rstrip('/')}{path}"
         try:
-            connection.request(
-                method, self._url.path.rstrip("/") + path, text, {"Content-Type": "application/json"}
-            )
+            kinds = {"Content-Type": "application/json", **headers}
+            connection.request(method, self._url.path.rstrip("/") + path, text, kinds)
             answer = connection.getresponse()
         except OSError as error:
             connection.close()
@@ -112,8 +145,9 @@ class ServerEngine:
         if answer.status != 200:
             said = answer.read(2000).decode(errors="replace")
             connection.close()
-            hint = " Start the server with VLLM_SERVER_DEV_MODE=1." if answer.status == 404 else ""
-            raise ServerError(f"{where} was answered with {answer.status} {answer.reason}: {said}{hint}")
+            raise ServerError(
+                f"{where} was answered with {answer.status} {answer.reason}: {said} {_HINTS.get(answer.status, '')}"
+            )
         return _Response(connection, answer)
 
 
