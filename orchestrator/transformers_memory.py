@@ -14,7 +14,8 @@ from workloads.spec import Backend
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 FLOATS = ("F64", "F32", "F16", "BF16")  # stored dtypes that an engine converts to the one it serves in
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB that vLLM allocates for keys and values on a CPU
-COMMON = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # families of the kind that is summed here
+# Families of the kind that is summed here.
+COMMON = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 # Beside weights and caches. CUDA: context, NCCL's channels, activations, graph pools. CPU: the process itself.
 RESERVE_BYTES = {"cuda": 6_000_000_000, "cpu": 1_000_000_000}
