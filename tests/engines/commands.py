@@ -26,9 +26,12 @@ class Outcome:
 
 
 def orchestrate(store: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Outcome:
+    place = (
+        f"store={store}" if arguments[0] == "judge" else f"store='{store}'"
+    )  # as the shell, as Hydra reads it
     before, mark = set(store.glob("experiments/*/verdict.json")), secrets.token_hex(8)
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments, f"store='{store}'"],
+        [sys.executable, "-m", "orchestrator", *arguments, place],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "1000", **(env or {}), MARK: mark},
         capture_output=True,

