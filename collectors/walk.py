@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,7 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     root: str
     path: str
     depth: int  # hops from the root
@@ -109,6 +108,9 @@ class _Walker:
         self._max_depth, self._max_objects = max_depth, max_objects
         self._paths: set[str] = set()
         self._seen: dict[int, object] = {}  # holds what was met, so that no id is given away meanwhile
+        self._kinds: set[int] = (
+            set()
+        )  # whose packages are noted; by identity, as hashing a class may run its code
         self._modules: set[int] = set()
         self._todo: deque[tuple[_Place, object]] = deque()
         self._packages: set[str] = set()
@@ -131,7 +133,8 @@ class _Walker:
         while self._todo:
             place, thing = self._todo.popleft()
             for step, child in members(thing):
-                self._member(place.step(step), child)
+                if type(child) not in PLAIN:
+                    self._member(place.step(step), child)
 
     def globals(self) -> None:
         packages = frozenset(self._packages)  # of what the roots hold, not of what globals import in turn
@@ -141,10 +144,14 @@ class _Walker:
                 continue
             place = _Place(GLOBAL, f"{GLOBAL}:{name}", 0)
             for variable, value in sorted(instance_dict(module).items()):
-                if not variable.startswith("__"):
-                    if issubclass(type(value), type) and package(value.__module__) in packages:
-                        self._enqueue(place.step(f".{variable}"), value)
-                    self._member(place.step(f".{variable}"), value)
+                kind = type(value)
+                if variable.startswith("__") or kind in PLAIN:
+                    continue
+                if kind is FunctionType and holds_nothing(value):
+                    continue  # nearly all of them; its package is walked already if it is to be
+                if issubclass(kind, type) and package(value.__module__) in packages:
+                    self._enqueue(place.step(f".{variable}"), value)
+                self._member(place.step(f".{variable}"), value)
 
     def _member(self, place: _Place, thing: Any) -> None:
         kind = type(thing)
@@ -170,8 +177,10 @@ class _Walker:
             return
         self._seen[id(thing)] = thing
         kind = type(thing)
-        for base in kind.__mro__ if issubclass(kind, nn.Module) else (kind,):
-            self._note_package(base.__module__)
+        if id(kind) not in self._kinds:
+            self._kinds.add(id(kind))
+            for base in kind.__mro__ if issubclass(kind, nn.Module) else (kind,):
+                self._note_package(base.__module__)
         if kind is FunctionType:
             self._note_package(thing.__module__)
             if holds_nothing(thing):
