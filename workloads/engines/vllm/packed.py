@@ -87,4 +87,4 @@ def read_back(handler: Any, dtype: torch.dtype) -> Tensor:
         identity[ones, start + ones] = 1
         torch.ops._C.onednn_mm(weight[start : start + rows], identity[:rows], None, handler.handler_tensor)
         identity[ones, start + ones] = 0
-    return weight.t()
+    return weight.t().contiguous()  # once, for all that hash it
