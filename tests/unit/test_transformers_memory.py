@@ -74,7 +74,9 @@ def test_layers_without_attention_keep_no_keys() -> None:
     assert folderless["weights"].nbytes == 4 * DENSE
 
 
-@pytest.mark.parametrize("unusual", [{"model_type": "gpt2"}, {"intermediate_size": None}, {"hidden_size": None}])
+@pytest.mark.parametrize(
+    "unusual", [{"model_type": "gpt2"}, {"intermediate_size": None}, {"hidden_size": None}]
+)
 def test_what_is_not_known_is_not_computed(unusual: dict[str, object]) -> None:
     assert memory.memory_parts(root(**unusual)) == []
     assert memory.weight_bytes(root(**unusual)) is None

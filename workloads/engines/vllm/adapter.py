@@ -10,9 +10,11 @@ from workloads.engines.protocol import Generation, Prompt, Tokenizer, Unsupporte
 from workloads.engines.tokenizer import make_tokenizer
 from workloads.engines.vllm import offline
 from workloads.engines.vllm.replicas import Replicas
+from workloads.engines.vllm.sources import TREE, digest
 from workloads.loading.shards import read_config
 from workloads.spec import GangSpec, Sampling
 
+IMPORTED = digest()
 TRANSFER_CHUNK = 64  # tensors of one message of a weight transfer
 
 
@@ -167,6 +169,11 @@ class Workers:
             raise EngineError(
                 f"Workers import the audit extension from {foreign[0]}, this run's is {own}: another installation of "
                 "this project comes first on the path of the engine."
+            )
+        if any(answer["imported"] != IMPORTED for answer in answers):
+            raise EngineError(
+                f"Workers run an earlier version of the files below {TREE}: they were changed after the import. "
+                "Start the server again."
             )
         led = list(range(self._engine.rank, self._engine.rank + spec.parallelism.tp))
         ranks = sorted(answer["rank"] for answer in answers)

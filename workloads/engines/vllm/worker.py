@@ -18,6 +18,7 @@ from workloads.engines.protocol import Part, Rule
 from workloads.engines.vllm import faults, transfer
 from workloads.engines.vllm.packed import packed_weights
 from workloads.engines.vllm.rules import Rules, read_rules
+from workloads.engines.vllm.sources import digest
 from workloads.loading.checkpoint import open_checkpoint
 from workloads.observer import RankObserver
 from workloads.spec import GangSpec
@@ -27,6 +28,7 @@ if "vllm" in sys.modules:  # which imports this module before it looks for weigh
 
 
 log = logging.getLogger(__name__)
+IMPORTED = digest()
 
 
 class WorkerModels:
@@ -86,7 +88,7 @@ class AuditExtension:
         )
         self.refit_models, self.refit_rank = models, rank
         self.refit_observer = RankObserver(models, spec, rank, auditor)
-        return {"rank": rank, "source": __file__}
+        return {"rank": rank, "source": __file__, "imported": IMPORTED}
 
     def refit_tensors(self, observation: str, checkpoint: str) -> None:
         self.refit_observer.tensors(observation, checkpoint)
