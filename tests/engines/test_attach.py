@@ -15,7 +15,7 @@ import pytest
 import yaml
 from commands import ROOT, Outcome, orchestrate
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 READY_S, STOP_S, GENERATE_S = 180, 30, 120
 LAYOUT = ("--max-model-len", "512", "--max-num-batched-tokens", "512", "--max-num-seqs", "8")
 

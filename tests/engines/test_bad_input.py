@@ -11,7 +11,7 @@ from commands import Outcome, orchestrate
 
 from orchestrator.engine_env import environment_folder, environment_identity
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload")
 HANG_S = 45  # without progress; a start of the engine takes less
 

