@@ -30,6 +30,7 @@ def cell(ranks: int) -> dict[str, Any]:
     return {
         "labels": {},
         "model": {"size": "full"},
+        "backend": {"engine": "native"},
         "parallelism": {"tp": 4, "dp": ranks // 4, "ep": ranks, "nodes": ranks // 4, "gpus_per_node": 4},
         "load_path": {
             "steps": STEPS,
