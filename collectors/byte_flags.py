@@ -107,10 +107,17 @@ def constant_rows(rows: Tensor) -> list[int]:
     """
     nbytes = rows.shape[1]
     places = [0, nbytes // 5, nbytes // 3, nbytes // 2, nbytes - 1]
+    if rows.is_cpu and len(rows) == 1:  # most tensors: a list is faster than arrays
+        row = rows[0].numpy().data
+        return [row[0] if all(row[place] == row[0] for place in places) and _repeats(rows[0]) else -1]
     probes = rows.numpy()[:, places] if rows.is_cpu else rows[:, places].cpu().numpy()
     constant = [-1] * len(rows)
     for i in np.flatnonzero((probes == probes[:, :1]).all(axis=1)).tolist():
-        parts = torch.split(rows[i], _COMPARED_AT_ONCE)
-        if all(bool((part == parts[0][0]).all()) for part in parts):
+        if _repeats(rows[i]):
             constant[i] = int(probes[i, 0])
     return constant
+
+
+def _repeats(row: Tensor) -> bool:
+    """Whether all bytes of uint8 [n], n > 0, are equal."""
+    return all(bool((part == row[0]).all()) for part in torch.split(row, _COMPARED_AT_ONCE))

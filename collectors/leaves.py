@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -145,7 +146,7 @@ class Leaves:
 
     def _digest(self) -> None:
         for (_, nbytes), waiting in self._sums.items():
-            digests = _digests(torch.cat([sums for _, sums in waiting]), nbytes)
+            digests = _digests(_joined([sums for _, sums in waiting]), nbytes)
             for leaf, digest in zip(
                 chain.from_iterable(leaves for leaves, _ in waiting), digests, strict=True
             ):
@@ -164,11 +165,28 @@ def _digests(sums: Tensor, nbytes: int) -> list[bytes]:
     level = 0
     while sums.shape[1] > _MOST_ROWS * SUM_BYTES:
         level += 1
-        rows = pad(sums, (0, -sums.shape[1] % ROW_BYTES)).view(-1, ROW_BYTES)
+        rows = _whole_rows(sums).view(-1, ROW_BYTES)
         sums = row_sums(rows, level)[0].view(torch.uint8).view(len(sums), -1)
     data, width = sums.cpu().numpy().tobytes(), sums.shape[1]
     length = nbytes.to_bytes(8, "little")
     return [hashlib.sha256(data[i : i + width] + length).digest()[:16] for i in range(0, len(data), width)]
+
+
+def _joined(sums: Sequence[Tensor]) -> Tensor:
+    """Of uint8 [n, k] each, in order. One thread does this sooner than several can be woken for it."""
+    if len(sums) == 1:
+        return sums[0]
+    if sums[0].is_cpu:
+        return torch.from_numpy(np.concatenate([part.numpy() for part in sums]))
+    return torch.cat(list(sums))
+
+
+def _whole_rows(sums: Tensor) -> Tensor:
+    """uint8 [n, k] with zeros behind, k a multiple of ROW_BYTES."""
+    missing = -sums.shape[1] % ROW_BYTES
+    if sums.is_cpu and missing:
+        return torch.from_numpy(np.pad(sums.numpy(), ((0, 0), (0, missing))))
+    return pad(sums, (0, missing))
 
 
 def _padded(nbytes: int) -> int:
