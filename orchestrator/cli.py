@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from orchestrator.store import Store, StoreError
 from orchestrator.submit import SubmitError, submit_all
 
 USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
+HELP_WIDTH = 100
 # Answered by Hydra itself, without planning anything.
 HYDRA_FLAGS = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
 VERBS = {
@@ -205,12 +207,16 @@ def _ask_hydra(arguments: list[str]) -> int:
     return 0
 
 
+def _options_of(group: str, options: Sequence[str]) -> str:
+    """`group=a|b|c`, over several lines where they are many."""
+    head = f"  {'+' if group == 'exp' else ''}{group}="
+    lines = textwrap.wrap("| ".join(options), HELP_WIDTH - len(head))
+    return head + f"\n{' ' * len(head)}".join(line.replace("| ", "|") for line in lines)
+
+
 def help_text() -> str:
     verbs = "\n".join(f"  {name:8} {text}" for name, text in VERBS.items())
-    groups = "\n".join(
-        f"  {'+' if name == 'exp' else ''}{name}={'|'.join(options)}"
-        for name, options in group_options().items()
-    )
+    groups = "\n".join(_options_of(name, options) for name, options in group_options().items())
     return f"""\
 Does an engine that loads or updates its weights end up exactly as after a fresh start, as accurate, as fast?
 
