@@ -38,7 +38,7 @@ BROKEN = [
     (["+foo=1"], r"foo is not a key.* top-level keys are: .*parallelism"),
     (["+model.kimi_k3.x=3"], r"model\.kimi_k3\.x is not a key.*num_layers"),
     (["backend.max_requests=many"], r"backend\.max_requests=many: .*Integer"),
-    (["model=foo"], r"model=foo is not an option; model is one of: kimi_k3, "),
+    (["model=foo"], r"model=foo is not an option; model is one of: folder, kimi_k3, "),
     (["+exp=foo"], r"exp=foo is not an option; exp is one of: .*kimi_k3_refit"),
     (["exp=kimi_k3_refit"], r"use \+exp=kimi_k3_refit"),
     (["x=("], r"x=\( cannot be read as key=value"),
