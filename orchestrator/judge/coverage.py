@@ -88,7 +88,9 @@ class Coverage:
             if held < size:
                 self.missing.setdefault(path, shared.first_rank)
                 part = f"{held:,} of its {size:,} bytes are held" if held else "no audited tensor holds it"
-                self.reasons.setdefault(path, "; ".join(filter(None, (part, shared.reasons.get(name, "").rstrip(".")))))
+                self.reasons.setdefault(
+                    path, "; ".join(filter(None, (part, shared.reasons.get(name, "").rstrip("."))))
+                )
 
     def totals(self) -> dict[str, Any]:
         """Numbers as result.json holds them."""
