@@ -31,11 +31,6 @@ class OfflineEngine:
         """Calls a method on every worker; their results in the order of the ranks."""
         return list(self._llm.collective_rpc(method, kwargs=arguments))
 
-    def version(self) -> str:
-        import vllm
-
-        return str(vllm.__version__)
-
     def served(self) -> str:
         """The folder whose model is served."""
         return str(self._llm.llm_engine.model_config.model)

@@ -53,9 +53,6 @@ class ServerEngine:
         answer = self._json("POST", "/collective_rpc", {"method": method, "kwargs": arguments})
         return list(answer["results"])
 
-    def version(self) -> str:
-        return str(self._json("GET", "/version")["version"])
-
     def served(self) -> str:
         return str(self._model["root"])
 
