@@ -90,19 +90,24 @@ def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Pat
     for event in events:
         if event["kind"] == "node_failed":
             return _reported("node_failed", event["error"], node=event["node"])
-    exits = [event for event in events if event["kind"] == "rank_exited" and not event["stopped"]]
-    failed = sorted((event for event in exits if event["code"] != 0), key=_time)
-    own = [event for event in failed if not _is_consequence(event)]
-    if own:
-        return _rank_failure(own[0], folders)
-    if failed:
-        return _connection_lost(failed, events, folders)
-    return None
+    exits = [event for event in events if event["kind"] == "rank_exited" and event["code"] != 0]
+    failed = sorted((event for event in exits if not event["stopped"]), key=_time)
+    if not failed:
+        return None
+    # The rank that they complain of may have been on its way out when all were told to stop.
+    leaving = sorted((event for event in exits if event["stopped"] and _left_by_itself(event)), key=_time)
+    own = [event for event in (*failed, *leaving) if not _is_consequence(event)]
+    return _rank_failure(own[0], folders) if own else _connection_lost(failed, events, folders)
 
 
 def _time(event: Mapping[str, Any]) -> float:
     error = event["error"]
     return float(error["time"] if error else event["time"])
+
+
+def _left_by_itself(event: Mapping[str, Any]) -> bool:
+    """Whether a rank that was told to stop had failed before: it gave an error or an exit code of its own."""
+    return bool(event["error"]) or event["signal"] is None
 
 
 def _is_consequence(event: Mapping[str, Any]) -> bool:

@@ -148,27 +148,33 @@ def reap(gang: str, members: dict[int, Member], events: Events, stopped: Callabl
             rank=member.rank,
             code=code if code >= 0 else None,
             signal=signal.Signals(-code).name if code < 0 else None,
-            stopped=stopped(),
+            stopped=stopped() or code == -signal.SIGUSR1,
             error=member.error(),
             stacks_at=member.stacks_at,
         )
     return well
 
 
-def end_members(gang: str, members: dict[int, Member], events: Events) -> None:
-    """Stacks into the logs, SIGTERM, SIGKILL, each bounded in time; then none of the members is left."""
+def end_members(gang: str, members: dict[int, Member], events: Events, ordered: bool) -> None:
+    """Stacks into the logs, SIGTERM, SIGKILL, each bounded in time; then none of the members is left.
+
+    ordered: whether somebody told the gang to stop, before one of its members failed. If not, the member that the
+    failed one complained of may be on its way out, its connections closed first: an end before SIGTERM is its own.
+    """
     for member in members.values():
         member.stacks_at = member.log.stat().st_size
-        kill_group(member.pid, signal.SIGUSR1)
-    for seconds, number in ((STACK_DUMP_S, signal.SIGTERM), (TERMINATE_S, signal.SIGKILL)):
-        _reap_for(seconds, gang, members, events)
+        kill_group(member.pid, signal.SIGUSR1)  # ends a rank only before it has a handler for it
+    _reap_for(STACK_DUMP_S, gang, members, events, stopped=lambda: ordered)
+    for seconds, number in ((TERMINATE_S, signal.SIGTERM), (math.inf, signal.SIGKILL)):
         for member in members.values():
             kill_group(member.pid, number)
-    _reap_for(math.inf, gang, members, events)
+        _reap_for(seconds, gang, members, events, stopped=lambda: True)
 
 
-def _reap_for(seconds: float, gang: str, members: dict[int, Member], events: Events) -> None:
+def _reap_for(
+    seconds: float, gang: str, members: dict[int, Member], events: Events, stopped: Callable[[], bool]
+) -> None:
     deadline = time.monotonic() + seconds
     while members and time.monotonic() < deadline:
-        reap(gang, members, events, stopped=lambda: True)
+        reap(gang, members, events, stopped)
         time.sleep(POLL_S)

@@ -66,16 +66,16 @@ def preload(spec: GangSpec) -> None:
 def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, order: StopOrder) -> bool:
     """Runs this node's members to their end. False when one failed, a stop was ordered or the driver is gone."""
     members: dict[int, Member] = {}
-    well = True
+    well, ordered = True, False
     try:
         for rank in (rank for rank in ranks if rank % spec.ranks_per_member == 0):
             members[rank] = start_rank(spec, gang_file, rank, events)
-        while members and well and not order.given() and not events.broken:
+        while members and well and not (ordered := order.given()) and not events.broken:
             well = reap(spec.name, members, events, stopped=order.given)
             time.sleep(POLL_S)
         well = well and not members
     finally:
-        end_members(spec.name, members, events)
+        end_members(spec.name, members, events, ordered)
         kill_children()  # what ranks started and left
     return well
 

@@ -146,6 +146,17 @@ def test_silent_exit_is_a_failure(tmp_path: Path) -> None:
     assert "code 7" in failure.message
 
 
+@pytest.mark.parametrize(
+    ("action", "message"), [("leave", "code 7"), ("linger", "ValueError: the toy was told to raise")]
+)
+def test_rank_that_ends_after_the_others_have_complained_of_it_is_named(
+    tmp_path: Path, action: str, message: str
+) -> None:
+    failure = failure_of(tmp_path, f"{action}:3")
+    assert (failure.type, failure.rank) == ("rank_failed", 3)
+    assert message in failure.message
+
+
 def test_disk_that_is_full_while_recording_is_named_by_the_file(tmp_path: Path) -> None:
     failure = failure_of(tmp_path, "full:1", ranks=2)
     assert (failure.type, failure.rank) == ("disk_full", 1)

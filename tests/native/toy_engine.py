@@ -2,9 +2,12 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import resource
 import signal
+import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +19,16 @@ from torch import nn
 from workloads.engines.protocol import Generation, Part, Prompt, Rule, UnsupportedError, UpdateStats
 from workloads.loading.lifecycle import EventSink
 from workloads.spec import GangSpec, Sampling
+
+
+def end_connections() -> None:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                connection = socket.socket(fileno=os.dup(int(name)))
+                with connection, contextlib.suppress(OSError):
+                    connection.getpeername()  # not one that listens: gloo aborts when it is shut down
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 class ToyTokenizer:
@@ -51,6 +64,23 @@ class ToyEngine:
 
     def _raise(self) -> None:
         raise ValueError("the toy was told to raise")
+
+    def _leave(self) -> None:
+        """The connections of this rank close some time before its end, as they may when the machine is busy."""
+        end_connections()
+        time.sleep(0.3)
+        os._exit(7)
+
+    def _linger(self) -> None:
+        """Reports an error of its own and does not come to an end; the others fail meanwhile."""
+
+        class Lingering(io.StringIO):
+            def flush(self) -> None:
+                end_connections()
+                time.sleep(600)
+
+        sys.stdout = Lingering()
+        self._raise()
 
     def _kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

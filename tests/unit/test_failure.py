@@ -58,6 +58,23 @@ def test_complaints_about_others_that_came_first_are_not_the_cause() -> None:
 
 
 @pytest.mark.parametrize(
+    "leaving",
+    [
+        {"error": report("KeyError", "'w1'", 0.8), "signal": "SIGTERM", "code": None},
+        {"error": None, "code": 7},
+    ],
+)
+def test_rank_that_was_leaving_when_all_were_told_to_stop_is_the_cause(leaving: dict[str, Any]) -> None:
+    error = told(
+        exited(0, 1.0, lost(0.9)),
+        exited(1, 1.1, stopped=True, code=None, signal="SIGTERM"),
+        exited(2, 1.2, lost(0.7), stopped=True),
+        exited(5, 1.3, stopped=True, **leaving),
+    )
+    assert (error.failure.type, error.failure.rank, error.failure.node) == ("rank_failed", 5, 1)
+
+
+@pytest.mark.parametrize(
     "message",
     [
         "[pair.cc:541] Connection closed by peer [127.0.0.1]:26217",
