@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from orchestrator import engine_env
-from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options
+from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options, parse_override
 from orchestrator.planning import Plan, plan
 from orchestrator.provenance import ProvenanceError
 from orchestrator.show import console, show_plan
@@ -153,13 +153,15 @@ def _on_run(verb: str, words: list[str]) -> int:
     from orchestrator import experiment
     from orchestrator.status import show_status
 
-    values = dict(word.split("=", 1) for word in words if "=" in word)
+    given = [parse_override(word) for word in words if "=" in word]
     names = [word for word in words if "=" not in word]
-    if unknown := sorted(set(values) - {"store"}):
+    if unknown := sorted({override.key_or_group for override in given} - {"store"}):
         raise UsageError(
             f"{verb} knows only store=PATH, not {unknown[0]}=: a run keeps the config it was made with."
         )
-    store, out = Store(values.get("store", "runs")), console()
+    if not_paths := [o.input_line for o in given if o.is_sweep_override() or o.value() in (None, "")]:
+        raise UsageError(f"{not_paths[0]} names no single folder: give one, in quotes where it has a comma.")
+    store, out = Store(str(given[-1].value()) if given else "runs"), console()
     if not store.experiments.is_dir():
         raise UsageError(f"There is no run store at {store.root}: set store=PATH.")
     if verb == "status":

@@ -68,6 +68,18 @@ def group_options() -> dict[str, list[str]]:
     }
 
 
+def parse_override(text: str) -> Override:
+    """One word of a command line, by Hydra's grammar. Raises ConfigError."""
+    try:
+        return _parse(text)
+    except HydraException as error:
+        raise ConfigError([explain(error, text)]) from error
+
+
+def _parse(text: str) -> Override:
+    return OverridesParser.create().parse_overrides([text])[0]
+
+
 def compose(
     arguments: Sequence[str], multirun: bool = False, config_dir: str | None = None
 ) -> list[Composed]:
@@ -97,7 +109,7 @@ class Composer:
         self._loader = ConfigLoaderImpl(path)
         self._is_group = functools.cache(self._loader.repository.group_exists)
         self._options = functools.cache(self._loader.get_group_options)
-        self._parse = functools.cache(self._parse_one)
+        self._parse = functools.cache(_parse)
         self._hydra = functools.cache(self._hydra_node)
         self._base = functools.cache(self._compose_groups)
 
@@ -121,9 +133,6 @@ class Composer:
         [jobs] = BasicSweeper.split_arguments(overrides, None)
         swept_keys = {o.key_or_group for o in overrides if o.is_sweep_override()}
         return [self._cell(tuple(job), swept_keys) for job in jobs]
-
-    def _parse_one(self, text: str) -> Override:
-        return OverridesParser.create().parse_overrides([text])[0]
 
     def _parse_all(self, arguments: Sequence[str]) -> list[Override]:
         """Parsed, and every group option known."""

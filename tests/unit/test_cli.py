@@ -53,6 +53,10 @@ def test_help_names_verbs_groups_options_and_exit_codes(arguments: Sequence[str]
             "submit needs a Slurm cluster, and cluster.kind is local: use run.",
         ),
         (["judge", "x", "store=/nonexistent"], "There is no run store at /nonexistent"),
+        (["judge", "x", "store='/non existent'"], "There is no run store at /non existent:"),
+        (["status", "store=~/runs"], "store=~/runs"),
+        (["report", "x", "store=a,b"], "store=a,b names no single folder"),
+        (["report", "x", "store="], "store= names no single folder"),
         (
             ["report", "x", "model=kimi_k3"],
             "report knows only store=PATH, not model=: a run keeps the config",
@@ -81,6 +85,14 @@ def test_judge_and_report_need_a_known_run(tmp_path: Path, capsys: Capture) -> N
     assert "There is no run 'mine'" in capsys.readouterr().err
     assert orchestrate("status", f"store={tmp_path}") == 0
     assert "No run in" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spelling", ["store='{}'", 'store="{}"', "store={}"])
+def test_a_store_is_spelled_as_in_every_override(spelling: str, tmp_path: Path, capsys: Capture) -> None:
+    """By who starts commands without a shell, too, which would take the quotes away."""
+    (tmp_path / "run store" / "experiments").mkdir(parents=True)
+    assert orchestrate("status", spelling.format(tmp_path / "run store")) == 0
+    assert f"No run in {tmp_path}/run store" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_verb_may_stand_behind_flags(capsys: Capture) -> None:
