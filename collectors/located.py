@@ -15,7 +15,8 @@ from collectors.parts import Record, Slices, audit_parts
 from collectors.walk import Found
 from workloads.engines.protocol import Rule
 from workloads.loading.checkpoint import CheckpointReader
-from workloads.loading.shards import DTYPE_BYTES, TensorMeta
+from workloads.loading.shards import TensorMeta
+from workloads.loading.tensor_table import DTYPE_BYTES
 from workloads.loading.weights import Region
 
 PACKED = "packed"  # origin of tensors that were read back through a kernel, which loses the sign of a zero

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orchestrator import kimi_k3_rules, memory, transformers_memory, transformers_rules
-from orchestrator.memory import Part
+from orchestrator import memory, native_rules, transformers_memory, transformers_rules
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import Root
-from workloads.models.kimi_k3.tensors import bytes_by_component
+from workloads.models.architectures import ARCHITECTURES as FAMILIES
+from workloads.models.planning import Part
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,15 @@ class Architecture:
     generated: Callable[[Root, int], str]
 
 
+NATIVE = Architecture(
+    problems=native_rules.problems,
+    memory_parts=memory.memory_parts,
+    update_bytes=memory.update_bytes,
+    weight_bytes=memory.weight_bytes,
+    generated=lambda root, seed: f"generated from seed {seed}",
+)
 ARCHITECTURES = {
-    "kimi_k3": Architecture(
-        problems=kimi_k3_rules.problems,
-        memory_parts=memory.memory_parts,
-        update_bytes=memory.update_bytes,
-        weight_bytes=lambda root: sum(bytes_by_component(root.model.kimi_k3).values()),
-        generated=lambda root, seed: f"generated from seed {seed}",
-    ),
+    **dict.fromkeys(FAMILIES, NATIVE),
     "transformers": Architecture(
         problems=transformers_rules.problems,
         memory_parts=transformers_memory.memory_parts,

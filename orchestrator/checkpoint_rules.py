@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from itertools import pairwise
@@ -13,8 +13,8 @@ from orchestrator.provenance import checkout
 from orchestrator.schema import Root
 from orchestrator.transformers_config import read_model_config
 from workloads.loading.shards import CheckpointError, TensorMeta, mismatches, read_layout
-from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.tensors import VISION_PREFIXES, checkpoint_tensors
+from workloads.loading.tensor_table import every_tensor
+from workloads.models.architectures import ARCHITECTURES, tensor_table
 
 SHOWN = 5  # problems of one checkpoint
 SCANNED_BYTES = 16 << 30  # of a checkpoint whose every value is read before submission; takes a minute or two
@@ -26,7 +26,8 @@ Stored = Mapping[str, TensorMeta]
 def checkpoint_problems(root: Root) -> Iterator[str]:
     """One sentence for each of the first problems of each checkpoint given by path, and of two that do not match."""
     model = root.model
-    dimensions = json.dumps(asdict(model.kimi_k3)) if model.architecture == "kimi_k3" else ""
+    native = model.architecture in ARCHITECTURES
+    dimensions = json.dumps(asdict(getattr(model, model.architecture))) if native else ""
     folders = {name: Path(c.path).expanduser() for name, c in root.checkpoints.items() if c.path is not None}
     for name, folder in folders.items():
         yield from _first(f"checkpoints.{name}.path", _problems(folder, model.architecture, dimensions))
@@ -50,31 +51,28 @@ def _problems(folder: Path, architecture: str, dimensions: str) -> list[str]:
         stored = _stored(folder)
     except CheckpointError as error:
         return error.problems
-    wrong = _AGAINST_MODEL[architecture](folder, stored, dimensions)
+    if architecture in ARCHITECTURES:
+        wrong = _against_table(folder, stored, architecture, dimensions)
+    else:
+        wrong = _against_engine(folder)
     if wrong or sum(meta.nbytes for meta in stored.values()) > SCANNED_BYTES:
         return wrong
     return _not_finite(str(folder))
 
 
-def _against_kimi_k3(folder: Path, stored: Stored, dimensions: str) -> list[str]:
-    return mismatches(
-        folder, stored, checkpoint_tensors(KimiK3Config(**json.loads(dimensions))), VISION_PREFIXES
-    )
+def _against_table(folder: Path, stored: Stored, architecture: str, dimensions: str) -> list[str]:
+    table = tensor_table(architecture)
+    expected = every_tensor(table.sections(ARCHITECTURES[architecture](**json.loads(dimensions))))
+    return mismatches(folder, stored, expected, table.NOT_LOADED)
 
 
-def _against_transformers(folder: Path, stored: Stored, dimensions: str) -> list[str]:
+def _against_engine(folder: Path) -> list[str]:
     """Which tensors a model has only its engine knows; the configuration by which it does must be there."""
     try:
         read_model_config(folder)
     except CheckpointError as error:
         return error.problems
     return []
-
-
-_AGAINST_MODEL: dict[str, Callable[[Path, Stored, str], list[str]]] = {
-    "kimi_k3": _against_kimi_k3,
-    "transformers": _against_transformers,
-}
 
 
 @cache

@@ -1,14 +1,15 @@
 """What one rank holds, part by part, from a model's dimensions: weights, kernel buffer, caches, peaks."""
 
 import os
-from dataclasses import dataclass
 from functools import cache
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 from orchestrator.schema import Root
-from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.tensors import MXFP4_GROUP, bytes_by_component
+from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
+from workloads.models.architectures import model_plan, tensor_table
+from workloads.models.planning import Experts, Load, Part
 from workloads.spec import Backend, Parallelism
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
@@ -19,41 +20,34 @@ EXPERT_ALIGNMENT = {"cpu": 128, "sm100": 512}  # of both expert dimensions under
 # Beside weights and caches. CUDA: context, NCCL's channels, the activations of one batch, graph pools.
 # CPU: the private pages of a forked process that works with torch.
 RESERVE_BYTES = {"cuda": 6_000_000_000, "cpu": 200_000_000}
-COMPONENT_NAMES = {
-    "routed_experts": "routed experts",
-    "shared_experts": "shared experts",
-    "kda": "KDA attention",
-    "mla": "MLA attention",
-    "latent": "latent projections",
-    "dense": "dense MLP",
-    "embedding": "embedding",
-    "head": "output head",
-    "router": "router",
-    "norms": "norms and mixers",
-    "mtp": "MTP block",
-}
-
-
-@dataclass(frozen=True)
-class Part:
-    """`kind`: weights | padding | derived | buffer | peak | cache | reserve. `basis`: what the bytes follow from."""
-
-    name: str
-    kind: str
-    nbytes: int
-    basis: str = ""
 
 
 def memory_parts(root: Root) -> list[Part]:
-    """Everything that one rank holds at its fullest moment, largest weights first."""
-    model, layout, backend = root.model.kimi_k3, root.parallelism, root.backend
-    parts = [*_weights(model, layout), *_expert_padding(model, layout, backend), _derived(model, layout)]
-    if backend.moe_kernel == "mega_moe":
-        parts += [*_symmetric_buffer(model, layout, backend), _finalise_peak(model, layout, backend)]
+    """Everything that one rank of a native engine holds at its fullest moment, largest weights first."""
+    dimensions, layout, backend = dimensions_of(root), root.parallelism, root.backend
+    plan = model_plan(root.model.architecture)
+    experts = plan.experts(dimensions)
+    parts = _weights(root, experts)
+    if experts is not None:
+        parts += _expert_padding(experts, layout, backend)
+    parts += plan.derived(dimensions, layout.tp)
+    if experts is not None and backend.moe_kernel == "mega_moe":
+        parts += [*_symmetric_buffer(experts, layout, backend), _finalise_peak(experts, layout, backend)]
+    load = Load(backend.max_requests, backend.max_requests * backend.max_model_len)
     reserve = Part(
         "reserve", "reserve", RESERVE_BYTES[backend.device], f"{backend.device} runtime, activations"
     )
-    return [*parts, *_caches(model, layout, backend), reserve]
+    return [*parts, *plan.caches(dimensions, load, layout.tp), reserve]
+
+
+def dimensions_of(root: Root) -> Any:
+    """Of the model, which is one of `ARCHITECTURES`."""
+    return getattr(root.model, root.model.architecture)
+
+
+def weight_bytes(root: Root) -> int:
+    """Of a whole checkpoint."""
+    return sum(_components(root.model.architecture, dimensions_of(root), 1, 1).values())
 
 
 def total(parts: list[Part], *kinds: str) -> int:
@@ -67,14 +61,13 @@ def update_bytes(root: Root) -> int:
     Layerwise: one layer's tensors wait until all have arrived, then are loaded into as much fresh memory.
     Direct: the parameters of all layers come back for the length of the load; W2 still lies in its loaded layout.
     """
-    if root.backend.moe_kernel != "mega_moe":
+    experts = model_plan(root.model.architecture).experts(dimensions_of(root))
+    if experts is None or root.backend.moe_kernel != "mega_moe":
         return 0
-    model = root.model.kimi_k3
-    w13, w13_scale, w2, w2_scale = _expert_tensors(model, root.parallelism, root.backend)
-    layers = model.num_layers - model.num_dense_layers + model.num_mtp_layers
+    w13, w13_scale, w2, w2_scale = _expert_tensors(experts, root.parallelism, root.backend)
     needs = {
         "layerwise": 2 * (w13 + w13_scale + w2 + w2_scale),
-        "direct": layers * (w13 + w13_scale + w2_scale),
+        "direct": experts.layers * (w13 + w13_scale + w2_scale),
     }
     return max((needs[step.via] for step in root.load_path.steps if step.do == "update"), default=0)
 
@@ -87,89 +80,72 @@ def machine_bytes() -> int:
     return min([installed, *(int(text) for text in found)])
 
 
-def padded_intermediate(model: KimiK3Config, backend: Backend) -> int:
+def padded_intermediate(experts: Experts, backend: Backend) -> int:
     """Intermediate size of the experts after padding for the kernel's tiles."""
     multiple = EXPERT_ALIGNMENT.get(backend.arch, 1) if backend.moe_kernel == "mega_moe" else 1
-    return ceil(model.moe_intermediate_size / multiple) * multiple
+    return ceil(experts.intermediate / multiple) * multiple
 
 
-def _weights(model: KimiK3Config, layout: Parallelism) -> list[Part]:
-    by_component = _components(repr(model), model, layout.tp, layout.ep)
-    basis = {"routed_experts": f"{model.num_experts // layout.ep} of {model.num_experts} experts a layer"}
-    split = f"split over TP{layout.tp}" if layout.tp > 1 else ""
-    basis |= dict.fromkeys(("kda", "mla", "embedding", "head"), split)
+def _weights(root: Root, experts: Experts | None) -> list[Part]:
+    layout, names = root.parallelism, model_plan(root.model.architecture).COMPONENTS
+    by_component = _components(root.model.architecture, dimensions_of(root), layout.tp, layout.ep)
+    whole = _components(root.model.architecture, dimensions_of(root), 1, layout.ep)
+    basis = {name: _split(nbytes, whole[name], layout.tp) for name, nbytes in by_component.items()}
+    if experts is not None:
+        basis["routed_experts"] = f"{experts.count // layout.ep} of {experts.count} experts a layer"
     return [
-        Part(COMPONENT_NAMES.get(name, name), "weights", nbytes, basis.get(name, "replicated"))
+        Part(names.get(name, name), "weights", nbytes, basis[name])
         for name, nbytes in sorted(by_component.items(), key=lambda item: -item[1])
     ]
+
+
+def _split(local: int, whole: int, tp: int) -> str:
+    if local == whole:
+        return "replicated"
+    return f"split over TP{tp}" if 2 * local <= whole else f"partly split over TP{tp}"
 
 
 _COMPONENTS: dict[tuple[str, int, int], dict[str, int]] = {}  # a sweep asks for few models thousands of times
 
 
-def _components(key: str, model: KimiK3Config, tp: int, ep: int) -> dict[str, int]:
-    if (key, tp, ep) not in _COMPONENTS:
-        _COMPONENTS[key, tp, ep] = bytes_by_component(model, tp, ep)
-    return _COMPONENTS[key, tp, ep]
+def _components(architecture: str, dimensions: Any, tp: int, ep: int) -> dict[str, int]:
+    key = repr(dimensions), tp, ep
+    if key not in _COMPONENTS:
+        _COMPONENTS[key] = bytes_by_component(tensor_table(architecture).sections(dimensions), tp, ep)
+    return _COMPONENTS[key]
 
 
-def _expert_tensors(model: KimiK3Config, layout: Parallelism, backend: Backend) -> tuple[int, int, int, int]:
-    """Bytes of w13, its scales, w2, its scales of one layer's local experts, padded."""
-    inner = padded_intermediate(model, backend)
-    values = model.num_experts // layout.ep * inner * model.moe_latent_size
+def _expert_tensors(experts: Experts, layout: Parallelism, backend: Backend) -> tuple[int, int, int, int]:
+    """Bytes of w13, its scales, w2, its scales of one layer's local experts in MXFP4, padded."""
+    values = experts.count // layout.ep * padded_intermediate(experts, backend) * experts.hidden
     return values, 2 * values // MXFP4_GROUP, values // 2, values // MXFP4_GROUP
 
 
-def _expert_padding(model: KimiK3Config, layout: Parallelism, backend: Backend) -> list[Part]:
-    inner, padded = model.moe_intermediate_size, padded_intermediate(model, backend)
+def _expert_padding(experts: Experts, layout: Parallelism, backend: Backend) -> list[Part]:
+    inner, padded = experts.intermediate, padded_intermediate(experts, backend)
     if padded == inner:
         return []
-    layers = model.num_layers - model.num_dense_layers + model.num_mtp_layers
-    full = layers * sum(_expert_tensors(model, layout, backend))
+    full = experts.layers * sum(_expert_tensors(experts, layout, backend))
     basis = f"intermediate {inner} -> {padded}"
     return [Part("expert padding", "padding", full * (padded - inner) // padded, basis)]
 
 
-def _derived(model: KimiK3Config, layout: Parallelism) -> Part:
-    """MLA's absorbed projections in BF16, and KDA's convolution weights regrouped for decoding in FP32."""
-    full, linear = _attention_layers(model)
-    absorbed = model.num_heads // layout.tp * model.kv_lora_rank * (model.qk_nope_head_dim + model.v_head_dim)
-    conv = 3 * model.kda_num_heads // layout.tp * model.kda_head_dim * model.kda_conv_size
-    return Part(
-        "derived weights", "derived", full * absorbed * 2 + linear * conv * 4, "absorbed MLA, KDA decode"
-    )
-
-
-def _finalise_peak(model: KimiK3Config, layout: Parallelism, backend: Backend) -> Part:
+def _finalise_peak(experts: Experts, layout: Parallelism, backend: Backend) -> Part:
     """L2's weight is aliased; L1's weight and both scales are fresh copies while the raw ones still live."""
-    w13, w13_scale, _, w2_scale = _expert_tensors(model, layout, backend)
+    w13, w13_scale, _, w2_scale = _expert_tensors(experts, layout, backend)
     return Part("finalise peak", "peak", w13 + w13_scale + w2_scale, "one layer's experts in both layouts")
 
 
-def _caches(model: KimiK3Config, layout: Parallelism, backend: Backend) -> list[Part]:
-    """KV of MLA in BF16 (the latent is not split over TP), KDA state in FP32, convolution tails in BF16."""
-    full, linear = _attention_layers(model)
-    requests, tokens = backend.max_requests, backend.max_requests * backend.max_model_len
-    heads = model.kda_num_heads // layout.tp
-    state = linear * heads * model.kda_head_dim**2 * 4
-    tail = linear * 3 * heads * model.kda_head_dim * (model.kda_conv_size - 1) * 2
-    per_token = full * (model.kv_lora_rank + model.qk_rope_head_dim) * 2
-    return [
-        Part("KV cache", "cache", tokens * per_token, f"{tokens:,} tokens x {per_token:,} B"),
-        Part("KDA state", "cache", requests * (state + tail), f"{requests} requests x {state + tail:,} B"),
-    ]
-
-
-def _symmetric_buffer(model: KimiK3Config, layout: Parallelism, backend: Backend) -> list[Part]:
+def _symmetric_buffer(experts: Experts, layout: Parallelism, backend: Backend) -> list[Part]:
     if backend.arch != "sm100":
         return []  # the CPU reference exchanges through ordinary tensors
     nbytes = mega_moe_buffer_bytes(
         tokens=backend.max_batch_tokens,
         ranks=layout.ep,
-        topk=model.num_experts_per_token,
-        experts=model.num_experts,
-        hidden=model.moe_latent_size,
-        intermediate=padded_intermediate(model, backend),
+        topk=experts.per_token,
+        experts=experts.count,
+        hidden=experts.hidden,
+        intermediate=padded_intermediate(experts, backend),
         sms=SM100_MULTIPROCESSORS,
     )
     return [
@@ -217,13 +193,6 @@ def mega_moe_buffer_bytes(
     rings = ring * (hidden + intermediate + 4) + scale_rows * (hidden + intermediate) // 32
     combine = topk * tokens * 2 * hidden
     return workspace + inputs + rings + combine
-
-
-def _attention_layers(model: KimiK3Config) -> tuple[int, int]:
-    """Numbers of MLA and of KDA layers, MTP blocks included."""
-    layers = model.num_layers + model.num_mtp_layers
-    full = sum(model.is_full_attention(layer) for layer in range(layers))
-    return full, layers - full
 
 
 def _round_up(value: int, multiple: int) -> int:

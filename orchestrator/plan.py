@@ -13,7 +13,8 @@ from orchestrator import provenance
 from orchestrator.engine_env import environment_identity
 from orchestrator.judge.attempt import AGAIN
 from orchestrator.schema import Arm, LoadPath, Root
-from workloads.spec import Step
+from workloads.models.architectures import ARCHITECTURES
+from workloads.spec import Model, Step
 
 FORMAT = 1
 FRESH_VIA = "safetensors"  # how a fresh start loads
@@ -52,7 +53,7 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "format": FORMAT,
         "experiment": root.name,
         "labels": {**labels, **({"faults": faults} if faults else {})},
-        "model": asdict(root.model),
+        "model": _freeze_model(root.model),
         "parallelism": asdict(root.parallelism),
         "backend": asdict(root.backend),
         "load_path": load_path,
@@ -64,6 +65,12 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "wandb": asdict(root.wandb),
         "cluster": {**asdict(root.cluster), "env": {k: str(v) for k, v in root.cluster.env.items()}},
     }
+
+
+def _freeze_model(model: Model) -> dict[str, Any]:
+    """With the dimensions of its own architecture only."""
+    others = {*ARCHITECTURES, "transformers"} - {model.architecture}
+    return {key: value for key, value in asdict(model).items() if key not in others}
 
 
 def cell_arms(root: Root) -> dict[str, Arm]:

@@ -36,10 +36,6 @@ from workloads.spec import GangSpec, Sampling, Step
 
 COLLECTIVE_MARGIN_S = 120  # a collective gives up later than the driver, who knows more about the hang
 GENERATE_TIMEOUT_S = 3600
-GENERATORS = {
-    "kimi_k3": "generate",
-    "transformers": "transformers_checkpoint",
-}  # modules of workloads.loading
 
 
 @dataclass(frozen=True)
@@ -188,12 +184,15 @@ def _generated(cell: Cell, checkpoint: Mapping[str, Any], store: Store) -> Path:
     """Base files of a checkpoint without a path, made when they are not there. transformers says what a checkpoint of
     one of its configurations holds, so the engine's interpreter makes that: the candidate's, for both arms."""
     architecture = cell["model"]["architecture"]
-    config, generator = cell["model"][architecture], GENERATORS[architecture]
-    folder = store.checkpoints / digest([config, checkpoint["seed"], _sources(generator, "streams")])[:32]
+    config, foreign = cell["model"][architecture], architecture == "transformers"
+    generator = "transformers_checkpoint" if foreign else "generate"
+    sources = _sources(generator, "streams", "quantized")
+    folder = store.checkpoints / digest([architecture, config, checkpoint["seed"], sources])[:32]
     if not folder.exists():
-        python = interpreter(cell, "candidate") if architecture == "transformers" else sys.executable
+        python = interpreter(cell, "candidate") if foreign else sys.executable
         module = [python, "-m", f"workloads.loading.{generator}"]
-        _write_checkpoint(cell, lambda file: [*module, file, str(checkpoint["seed"])], config, folder)
+        described = config if foreign else {architecture: config}
+        _write_checkpoint(cell, lambda file: [*module, file, str(checkpoint["seed"])], described, folder)
     return folder
 
 

@@ -5,10 +5,11 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from orchestrator.memory import Part
 from orchestrator.schema import Root
 from orchestrator.transformers_config import EXPERTS, Config, attention, configs, number, text_part
-from workloads.loading.shards import DTYPE_BYTES, CheckpointError, read_layout
+from workloads.loading.shards import CheckpointError, read_layout
+from workloads.loading.tensor_table import DTYPE_BYTES
+from workloads.models.planning import Part
 from workloads.spec import Backend
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -7,6 +7,7 @@ from orchestrator.rule_parts import Problems, divides, plain
 from orchestrator.schema import Root
 from orchestrator.transformers_config import KEY, configs, number
 from workloads.loading.shards import CheckpointError, read_layout
+from workloads.models.architectures import ARCHITECTURES
 from workloads.spec import Checkpoint
 
 BYTE_VOCABULARY = 258  # of the byte tokenizer: 256 bytes, a first and a last token
@@ -23,9 +24,10 @@ def problems(root: Root) -> Problems:
 
 def _engine(root: Root) -> Problems:
     if root.backend.engine == "native":
+        names = ", ".join(sorted(ARCHITECTURES))
         yield (
-            "backend.engine is native and model.architecture is transformers: the native engine runs kimi_k3 stacks "
-            "only; set backend=vllm_cpu or another backend whose engine loads transformers models."
+            "backend.engine is native and model.architecture is transformers: the native engine runs "
+            f"{names} only; set backend=vllm_cpu or another backend whose engine loads transformers models."
         )
 
 

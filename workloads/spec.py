@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from workloads.models.architectures import ARCHITECTURES
 from workloads.models.kimi_k3.config import KimiK3Config
 
 
@@ -29,14 +30,13 @@ class Parallelism:
 
 @dataclass
 class Model:
-    """One architecture with dimensions: `kimi_k3` holds them when `architecture == "kimi_k3"`; when it is
-    `transformers`, `transformers` is the configuration (with its `model_type`) that weights are generated for,
-    and empty where every checkpoint is given by path."""
+    """One architecture with dimensions, in the field of its name: for a family of `workloads.models` its own
+    class; for `transformers` the configuration (with its `model_type`) that weights are generated for, empty where
+    every checkpoint is given by path."""
 
     name: str = "kimi_k3_tiny"
-    architecture: str = "kimi_k3"  # kimi_k3 | transformers
+    architecture: str = "kimi_k3"  # transformers, or one of workloads.models.architectures
     size: str = "proxy"  # proxy | full
-    expert_quantization: str = "mxfp4"  # mxfp4 | fp8
     tokenizer: str = "byte"  # byte | checkpoint
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
     transformers: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +149,8 @@ class GangSpec:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "GangSpec":
         model = dict(raw["model"])
-        model["kimi_k3"] = KimiK3Config(**model["kimi_k3"])
+        for name in ARCHITECTURES.keys() & model.keys():
+            model[name] = ARCHITECTURES[name](**model[name])
         return cls(
             **{
                 **raw,

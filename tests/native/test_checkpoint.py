@@ -18,7 +18,7 @@ from workloads.loading.checkpoint import (
     raw_bytes,
     validate,
 )
-from workloads.models.kimi_k3.tensors import REPLICATED, TensorSpec
+from workloads.loading.tensor_table import REPLICATED, TensorSpec
 
 torch.set_num_threads(1)
 

@@ -17,14 +17,15 @@ from workloads.loading import writer
 from workloads.loading.checkpoint import CheckpointError, check_finite, open_checkpoint, validate
 from workloads.loading.generate import generate_checkpoint, generate_tensor
 from workloads.loading.shards import TensorMeta
+from workloads.loading.tensor_table import EXPERT, Quantized, TensorSpec, every_tensor
 from workloads.loading.writer import write_checkpoint
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.tensors import EXPERT, TensorSpec, checkpoint_tensors
+from workloads.models.kimi_k3.tensors import sections
 
 torch.set_num_threads(1)
 
 TINY = KimiK3Config(vocab_size=128, num_experts=4, dense_intermediate_size=64, shared_intermediate_size=64)
-SPECS = {spec.name: spec for spec in checkpoint_tensors(TINY)}
+SPECS = {spec.name: spec for spec in every_tensor(sections(TINY))}
 LAYER = "language_model.model.layers.1."
 ONE = {"x": TensorMeta("F32", (2,))}
 
@@ -106,8 +107,12 @@ def test_a_log_has_a_zero_tail_that_no_head_reads() -> None:
 
 def test_experts_are_quantised_matrices_with_varying_scales() -> None:
     stem = "model.layers.0.block_sparse_moe.experts.0.w1."
-    packed = generate_tensor(TensorSpec(stem + "weight_packed", "U8", (256, 256), EXPERT, ""), 0)
-    scale = generate_tensor(TensorSpec(stem + "weight_scale", "U8", (256, 16), EXPERT, ""), 0)
+    packed, scale = (
+        generate_tensor(
+            TensorSpec(name, "U8", shape, EXPERT, "", quantized=Quantized("mxfp4", name, stem, (256, 512))), 0
+        )
+        for name, shape in (("weight", (256, 256)), ("scale", (256, 16)))
+    )
     assert 3 <= len(set(scale.flatten().tolist())) <= 8
     assert 116 <= int(scale.min()) <= int(scale.max()) <= 123
     matrix = dequantize_mxfp4(packed, scale)

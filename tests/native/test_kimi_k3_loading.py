@@ -13,13 +13,14 @@ from workloads.loading.generate import generate_checkpoint
 from workloads.loading.lifecycle import Lifecycle
 from workloads.loading.loader import Loader
 from workloads.loading.perturb import open_view
+from workloads.loading.tensor_table import TensorSpec, every_tensor
 from workloads.loading.weights import ModelRoot, Part, narrow
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.decoder import Setting
 from workloads.models.kimi_k3.model import KimiK3ForCausalLM
 from workloads.models.kimi_k3.mtp import KimiK3MTP
-from workloads.models.kimi_k3.tensors import TensorSpec, checkpoint_tensors
+from workloads.models.kimi_k3.tensors import sections
 from workloads.models.parallel import Group, RankGroups
+from workloads.models.served import Setting
 from workloads.spec import Checkpoint
 
 TARGET, DRAFT = "target", "draft"
@@ -48,7 +49,7 @@ def test_parts_of_all_ranks_are_the_checkpoint(k3_checkpoint: Path, tp: int, dp:
     every element that a model reads; padding holds its creation value."""
     config = KimiK3Config()
     reader = open_view(Checkpoint(), k3_checkpoint)
-    specs = {spec.name: spec for spec in checkpoint_tensors(config)}
+    specs = {spec.name: spec for spec in every_tensor(sections(config))}
     covered = {name: torch.zeros(spec.shape, dtype=torch.bool) for name, spec in specs.items()}
     padded: set[tuple[str, float | None]] = set()
     for rank in range(max(tp, ep)):
@@ -109,7 +110,7 @@ def test_random_weights_serve(k3_checkpoint: Path) -> None:
 
 def test_the_loaded_down_projection_is_the_serving_one(k3_checkpoint: Path) -> None:
     engine = start_engine(k3_checkpoint)
-    experts = engine.target.get_submodule("model.layers.1.block_sparse_moe.experts")
+    experts = engine.roots()[TARGET].get_submodule("model.layers.1.block_sparse_moe.experts")
     (loader,) = (one for name, one in engine.loaders.items() if name == TARGET)
     serving = experts._transformed_l2_weights[0].data_ptr()
     loader.restore_consumed(experts)
@@ -161,7 +162,7 @@ def test_a_checkpoint_of_another_model_is_refused_untouched(k3_checkpoint: Path,
 
 def test_the_stack_declares_exactly_the_checkpoint() -> None:
     config = KimiK3Config()
-    specs: dict[str, TensorSpec] = {spec.name: spec for spec in checkpoint_tensors(config)}
+    specs: dict[str, TensorSpec] = {spec.name: spec for spec in every_tensor(sections(config))}
     declared = {
         placement.source
         for root in roots_of_rank(config, 1, 1, 1, 0).values()

@@ -124,10 +124,11 @@ def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path: Path, monkeypatch: pyte
 
 def test_unserved_specifications_are_refused(k3_checkpoint: Path) -> None:
     spec = make_spec(k3_checkpoint)
-    spec.model.expert_quantization = "fp8"
-    with pytest.raises(
-        ValueError, match="serves architecture kimi_k3 with mxfp4 experts, not kimi_k3 with fp8"
-    ):
+    spec.model.kimi_k3.expert_quantization = "fp8"
+    with pytest.raises(ValueError, match="expert_quantization is fp8: the native engine runs mxfp4"):
+        NativeEngine(spec, 0)
+    spec.model.architecture = "transformers"
+    with pytest.raises(ValueError, match="architecture is 'transformers'; the native engine runs kimi_k3"):
         NativeEngine(spec, 0)
     spec = make_spec(k3_checkpoint, moe_kernel="cutlass")
     with pytest.raises(ValueError, match=r"backend\.moe_kernel is 'cutlass'"):
@@ -190,7 +191,7 @@ def test_every_tensor_beside_the_parameters_has_a_rule(k3_checkpoint: Path) -> N
     assert len(runtime) == 5 * 2
     for path in runtime:
         assert [r.tensor_class for r in engine.rules() if fnmatchcase(path, r.pattern)] == ["runtime"]
-    generator._expert_matrix.cache_clear()  # ranks do not generate checkpoints, this process did
+    generator._pieces.cache_clear()  # ranks do not generate checkpoints, this process did
     constants = [found.path for found in walk(engine.roots()) if found.root not in engine.roots()]
     assert constants
     for path in constants:

@@ -17,8 +17,9 @@ from workloads.loading.checkpoint import (
 )
 from workloads.loading.generate import generate_checkpoint
 from workloads.loading.perturb import TAG_DIGITS, TAG_SCALE, PerturbedCheckpoint, open_view, write_perturbed
+from workloads.loading.tensor_table import every_tensor
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.tensors import checkpoint_tensors
+from workloads.models.kimi_k3.tensors import sections
 from workloads.spec import Checkpoint
 
 torch.set_num_threads(1)
@@ -61,7 +62,7 @@ def test_every_element_of_every_tensor_changes_and_stays_valid(folder: Path) -> 
     for name in base.names():
         assert (_elements(view.get(name)) != _elements(base.get(name))).all(), name
         assert view.meta(name) == base.meta(name)
-    validate(view, checkpoint_tensors(TINY))
+    validate(view, every_tensor(sections(TINY)))
     check_finite(view)
     assert view.nbytes == base.nbytes
 
@@ -117,7 +118,7 @@ def test_tagged_experts_spell_their_id_in_every_row(folder: Path) -> None:
             assert (tensor[:, 0] + 256 * tensor[:, 1] == expert).all()
         else:
             assert (tensor[[0, TAG_DIGITS], 0] - TAG_SCALE).tolist() == [expert, expert]
-    validate(view, checkpoint_tensors(TINY))
+    validate(view, every_tensor(sections(TINY)))
     check_finite(view)
 
 

@@ -5,19 +5,13 @@ import subprocess
 import sys
 import time
 from fnmatch import fnmatchcase
-from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from workloads.loading.tensor_table import TensorSpec, bytes_by_component, counted, every_tensor, local_bytes
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.kimi_k3.tensors import (
-    TensorSpec,
-    bytes_by_component,
-    checkpoint_tensors,
-    local_bytes,
-    tensor_groups,
-)
+from workloads.models.kimi_k3.tensors import sections
 
 FULL = KimiK3Config(
     num_layers=93,
@@ -51,7 +45,7 @@ TINY = KimiK3Config()
 def _sum(component: str, layer: int | None = None, matrices: bool = False) -> int:
     return sum(
         spec.parameters * copies
-        for spec, copies in tensor_groups(FULL)
+        for spec, copies in counted(sections(FULL))
         if spec.component == component
         and (layer is None or f".layers.{layer}." in spec.name)
         and not (matrices and (spec.shape[0] == 1 or len(spec.shape) != 2))
@@ -59,21 +53,23 @@ def _sum(component: str, layer: int | None = None, matrices: bool = False) -> in
 
 
 def _find(name: str, config: KimiK3Config = FULL) -> TensorSpec:
-    return next(spec for spec, _ in tensor_groups(config) if spec.name == "language_model." + name)
+    return next(spec for spec, _ in counted(sections(config)) if spec.name == "language_model." + name)
 
 
 def test_text_weights_equal_the_published_total_to_the_byte() -> None:
-    total = sum(spec.nbytes * copies for spec, copies in tensor_groups(FULL))
+    total = sum(spec.nbytes * copies for spec, copies in counted(sections(FULL)))
     assert total == PUBLISHED_TOTAL - PUBLISHED_VISION
 
 
 def test_tensor_count_equals_the_published_index_without_vision() -> None:
-    assert sum(copies for _, copies in tensor_groups(FULL)) == 497_220 - 168
+    assert sum(copies for _, copies in counted(sections(FULL))) == 497_220 - 168
 
 
 def test_routed_experts_of_the_full_model() -> None:
     assert _sum("routed_experts") == 2_722_740_830_208
-    one_expert = [spec for spec, copies in tensor_groups(FULL) if copies > 1 and ".layers.1." in spec.name]
+    one_expert = [
+        spec for spec, copies in counted(sections(FULL)) if copies > 1 and ".layers.1." in spec.name
+    ]
     assert sum(spec.nbytes for spec in one_expert) == 17_547_264
     assert sum(spec.parameters for spec in one_expert) == 33_030_144
 
@@ -95,12 +91,17 @@ def test_matrix_parameters_per_layer(component: str, layer: int, millions: float
 
 
 def test_trunk_embedding_and_head_bytes() -> None:
-    rest = sum(bytes_by_component(FULL).values()) - bytes_by_component(FULL)["routed_experts"]
+    rest = (
+        sum(bytes_by_component(sections(FULL)).values())
+        - bytes_by_component(sections(FULL))["routed_experts"]
+    )
     assert rest == pytest.approx(113.4e9, rel=2e-3)
 
 
 def test_bytes_of_one_gpu_at_tp4_dp4_ep16() -> None:
-    parts = {name: round(size / 1e9, 1) for name, size in bytes_by_component(FULL, tp=4, ep=16).items()}
+    parts = {
+        name: round(size / 1e9, 1) for name, size in bytes_by_component(sections(FULL), tp=4, ep=16).items()
+    }
     assert parts == {
         "embedding": 0.6,
         "norms": 0.0,
@@ -113,12 +114,12 @@ def test_bytes_of_one_gpu_at_tp4_dp4_ep16() -> None:
         "routed_experts": 90.4,
         "head": 0.6,
     }
-    assert sum(bytes_by_component(FULL, tp=4, ep=16).values()) == pytest.approx(147e9, rel=3e-3)
+    assert sum(bytes_by_component(sections(FULL), tp=4, ep=16).values()) == pytest.approx(147e9, rel=3e-3)
 
 
 def test_planning_the_full_model_takes_milliseconds() -> None:
     started = time.perf_counter()
-    bytes_by_component(FULL, tp=4, ep=16)
+    bytes_by_component(sections(FULL), tp=4, ep=16)
     assert time.perf_counter() - started < 0.25  # 7 ms here; expanding the experts takes 1000
 
 
@@ -159,10 +160,10 @@ def test_row_split_matrix_is_divided_over_tp() -> None:
 
 
 def test_groups_and_expanded_tensors_agree() -> None:
-    tensors = list(checkpoint_tensors(TINY))
+    tensors = list(every_tensor(sections(TINY)))
     assert len({spec.name for spec in tensors}) == len(tensors)
     assert not any("*" in spec.name for spec in tensors)
-    for group, copies in tensor_groups(TINY):
+    for group, copies in counted(sections(TINY)):
         matches = [spec for spec in tensors if fnmatchcase(spec.name, group.name)]
         assert len(matches) == copies
         assert {(s.dtype, s.shape, s.shard, s.component) for s in matches} == {
@@ -173,7 +174,7 @@ def test_groups_and_expanded_tensors_agree() -> None:
 def test_mtp_block_is_a_decoder_layer_without_residual_mixers() -> None:
     names = {
         s.name.removeprefix("language_model.model.layers.4.")
-        for s, _ in tensor_groups(TINY)
+        for s, _ in counted(sections(TINY))
         if s.component == "mtp"
     }
     assert {
@@ -189,20 +190,14 @@ def test_mtp_block_is_a_decoder_layer_without_residual_mixers() -> None:
         "input_layernorm.weight",
     } <= names
     assert not any("_res_" in name or "A_log" in name for name in names)
-    assert not any(s.component == "mtp" for s, _ in tensor_groups(FULL))
-
-
-def test_module_is_the_path_without_prefix_and_leaf() -> None:
-    first = next(islice(checkpoint_tensors(TINY), 1))
-    assert first.module == "model.embed_tokens"
-    assert _find("model.layers.1.self_attn.A_log", TINY).module == "model.layers.1.self_attn"
+    assert not any(s.component == "mtp" for s, _ in counted(sections(FULL)))
 
 
 def test_expert_width_without_whole_scale_groups_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"w2 has 100 input columns.*multiple of the 32.*change moe_latent_size"
     ):
-        list(tensor_groups(KimiK3Config(moe_intermediate_size=100)))
+        list(counted(sections(KimiK3Config(moe_intermediate_size=100))))
 
 
 def test_table_imports_no_torch() -> None:

@@ -5,6 +5,7 @@ import pytest
 from orchestrator import memory
 from orchestrator.compose import compose
 from orchestrator.schema import Root
+from workloads.models.kimi_k3 import plan
 
 K3 = ["+exp=kimi_k3_refit", "model=kimi_k3", "cluster=gb200", "load_path=layerwise"]
 
@@ -72,7 +73,7 @@ def test_padding_is_what_the_aligned_intermediate_size_adds() -> None:
     [cell] = compose(["parallelism=tp2"])
     assert cell.root is not None
     model = cell.root.model.kimi_k3
-    assert memory.padded_intermediate(model, cell.root.backend) == 128
+    assert memory.padded_intermediate(plan.experts(model), cell.root.backend) == 128
     layers = model.num_layers - model.num_dense_layers + model.num_mtp_layers
     extra = 3 * model.moe_latent_size * (128 - model.moe_intermediate_size)  # values of w1, w2 and w3
     expected = layers * model.num_experts // 2 * extra * 17 // 32  # half a byte and 1/32 byte of scale each

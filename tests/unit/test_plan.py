@@ -110,7 +110,7 @@ def test_a_frozen_cell_is_plain_json_and_fits_the_gang(cell: Cell) -> None:
 
 MEASURED = [
     ("model", "kimi_k3", "num_layers", 5),
-    ("model", "expert_quantization", "fp8"),
+    ("model", "name", "other"),
     ("parallelism", "ep", 2),
     ("backend", "max_batch_tokens", 1),
     ("load_path", "steps", 0, "via", "dummy"),

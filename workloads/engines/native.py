@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -16,12 +17,10 @@ from workloads.loading.checkpoint import CheckpointReader, validate
 from workloads.loading.lifecycle import EventSink, Lifecycle
 from workloads.loading.loader import Loader, UpdateStats
 from workloads.loading.perturb import open_view
-from workloads.models.kimi_k3.audit import RULES
-from workloads.models.kimi_k3.decoder import LayerCache, Setting
-from workloads.models.kimi_k3.model import KimiK3ForCausalLM
-from workloads.models.kimi_k3.mtp import KimiK3MTP
-from workloads.models.kimi_k3.tensors import VISION_PREFIXES, checkpoint_tensors
+from workloads.loading.tensor_table import every_tensor
+from workloads.models.architectures import ARCHITECTURES, tensor_table
 from workloads.models.parallel import gather_objects, make_groups
+from workloads.models.served import Cache, Drafter, Setting, Target, model_stack
 from workloads.spec import GangSpec, Sampling
 
 START_VIA = ("safetensors", "dummy")
@@ -29,27 +28,31 @@ UPDATE_VIA = ("layerwise", "direct")
 
 
 class NativeEngine:
-    """One rank of a Kimi-K3 stack. With several ranks the default process group must exist already.
+    """One rank of a model stack. With several ranks the default process group must exist already.
 
-    loaders: one for each root, `target` and, if the model has an MTP block, `draft`. Faults of the specification
-    are in their class. Raises ValueError for a specification that this engine cannot serve.
+    loaders: one for each root, `target` and, if the model has one, `draft`. Faults of the specification are in their
+    class. Raises ValueError for a specification that this engine cannot serve.
     """
 
     def __init__(self, spec: GangSpec, rank: int, sink: EventSink | None = None) -> None:
-        _refuse_unsupported(spec)
         self.spec, self.rank = spec, rank
-        config, backend = spec.model.kimi_k3, spec.backend
+        backend, self._architecture = spec.backend, spec.model.architecture
+        if self._architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"model.architecture is {self._architecture!r}; the native engine runs {', '.join(ARCHITECTURES)}."
+            )
+        self.config = getattr(spec.model, self._architecture)
         self.groups = make_groups(spec.parallelism, rank)
         self.lifecycle = Lifecycle(sink)
         folder = Path(next(iter(spec.checkpoint_dirs.values()), "."))
-        self.tokenizer = make_tokenizer(spec.model.tokenizer, config.vocab_size, folder)
+        self.tokenizer = make_tokenizer(spec.model.tokenizer, self.config.vocab_size, folder)
         self.device = torch.device(backend.device)
         kernel, fused = make_moe_kernel(backend.moe_kernel), backend.moe_kernel == "mega_moe"
-        setting = Setting(config, self.groups, kernel, fused)
         with self.device:
-            self.target = KimiK3ForCausalLM(setting)
-            self.draft = KimiK3MTP(setting) if config.num_mtp_layers else None
-        self._caches: dict[str, list[LayerCache]] = {}
+            self._roots = model_stack(self._architecture).make_roots(
+                Setting(self.config, self.groups, kernel, fused)
+            )
+        self._caches: dict[str, list[Cache]] = {}
         make_loader = loader_class(spec.faults)
         self.loaders: dict[str, Loader] = {
             name: make_loader(name, root, self.lifecycle) for name, root in self.roots().items()
@@ -95,7 +98,8 @@ class NativeEngine:
 
     def _open(self, checkpoint: str) -> CheckpointReader:
         reader = open_view(self.spec.checkpoints[checkpoint], Path(self.spec.checkpoint_dirs[checkpoint]))
-        validate(reader, checkpoint_tensors(self.spec.model.kimi_k3), ignore=VISION_PREFIXES)
+        table = tensor_table(self._architecture)
+        validate(reader, every_tensor(table.sections(self.config)), ignore=table.NOT_LOADED)
         return reader
 
     def _load(self, via: str, one: Callable[[Loader], UpdateStats]) -> UpdateStats:
@@ -106,15 +110,15 @@ class NativeEngine:
 
     # What the auditor sees ---------------------------------------------------------------------------
 
-    def roots(self) -> Mapping[str, KimiK3ForCausalLM | KimiK3MTP]:
-        return {"target": self.target} | ({"draft": self.draft} if self.draft is not None else {})
+    def roots(self) -> Mapping[str, Target | Drafter]:
+        return self._roots
 
     def parts(self, root: str) -> Sequence[Part]:
         modules = self.roots()[root].weight_modules()
         return [part for path, module in modules for part in module.parts(f"{root}:{path}")]
 
     def rules(self) -> Sequence[Rule]:
-        return RULES
+        return model_stack(self._architecture).RULES
 
     def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
         """Caches: what serving writes, by `root:caches.LAYER.NAME`."""
@@ -135,9 +139,7 @@ class NativeEngine:
         """
         self._require_started()
         backend, groups = self.spec.backend, self.groups
-        check_prompts(
-            prompts, params.max_new_tokens, backend.max_model_len, self.spec.model.kimi_k3.vocab_size
-        )
+        check_prompts(prompts, params.max_new_tokens, backend.max_model_len, self.config.vocab_size)
         limits = Limits(backend.max_requests, backend.max_batch_tokens, params.max_new_tokens)
         mine = prompts[groups.dp_rank :: groups.dp]
         with self.lifecycle.forward(), torch.no_grad():
@@ -157,9 +159,9 @@ class NativeEngine:
     def _served(self) -> Served:
         return Served(
             self.groups,
-            self.target,
+            cast(Target, self._roots["target"]),
             self._caches["target"],
-            self.draft,
+            cast(Drafter | None, self._roots.get("draft")),
             self._caches.get("draft", []),
             self.device,
         )
@@ -167,12 +169,3 @@ class NativeEngine:
     def _require_started(self) -> None:
         if not self._caches:
             raise RuntimeError("This engine holds no weights yet: call start first.")
-
-
-def _refuse_unsupported(spec: GangSpec) -> None:
-    model = spec.model
-    if model.architecture != "kimi_k3" or model.expert_quantization != "mxfp4":
-        raise ValueError(
-            f"The native engine serves architecture kimi_k3 with mxfp4 experts, not {model.architecture} with "
-            f"{model.expert_quantization}."
-        )

@@ -10,10 +10,8 @@ from workloads.engines.protocol import Generation, Prompt
 from workloads.engines.scheduler import Chunk, Limits, Scheduler, planned_passes
 from workloads.kernels.sampling import greedy, sample, top_logprobs
 from workloads.models.batch import Batch, Segment
-from workloads.models.kimi_k3.decoder import LayerCache
-from workloads.models.kimi_k3.model import KimiK3ForCausalLM
-from workloads.models.kimi_k3.mtp import KimiK3MTP
 from workloads.models.parallel import RankGroups, all_agree, largest
+from workloads.models.served import Cache, Drafter, Target
 from workloads.spec import Sampling
 
 AGREE_EVERY = 8  # passes between the collectives that find out whether every rank has stopped early
@@ -22,13 +20,13 @@ NO_DRAFT = -1
 
 @dataclass(frozen=True)
 class Served:
-    """What serves: the models of one rank with their caches. draft: None without an MTP block."""
+    """What serves: the models of one rank with their caches."""
 
     groups: RankGroups
-    target: KimiK3ForCausalLM
-    target_caches: Sequence[LayerCache]
-    draft: KimiK3MTP | None
-    draft_caches: Sequence[LayerCache]
+    target: Target
+    target_caches: Sequence[Cache]
+    draft: Drafter | None
+    draft_caches: Sequence[Cache]
     device: torch.device
 
 

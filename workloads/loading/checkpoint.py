@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from workloads.loading.shards import CheckpointError, Layout, TensorMeta, mismatches, read_layout
+from workloads.loading.tensor_table import TensorSpec
 from workloads.loading.weights import Region, narrow, whole
-from workloads.models.kimi_k3.tensors import TensorSpec
 
 __all__ = [
     "CheckpointError",

@@ -12,15 +12,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workloads.models.kimi_k3.tensors import TensorSpec
+from workloads.loading.tensor_table import DTYPE_BYTES, TensorSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
-DTYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2,
-    "BF16": 2, "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
 _SHOWN = 20  # problems printed of an error; all of them are in `problems`
 _WHOLE = 64 << 20  # files up to this size enter the identity with every byte, larger ones with samples
 _SAMPLES, _SAMPLE = 256, 4096

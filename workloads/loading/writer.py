@@ -13,7 +13,8 @@ from typing import BinaryIO
 
 import torch
 
-from workloads.loading.shards import DTYPE_BYTES, INDEX, CheckpointError, TensorMeta, read_layout
+from workloads.loading.shards import INDEX, CheckpointError, TensorMeta, read_layout
+from workloads.loading.tensor_table import DTYPE_BYTES
 
 ABANDONED_S = (
     3600  # a temporary folder in which nothing was written for this long belongs to a killed process

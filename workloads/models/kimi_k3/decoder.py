@@ -7,26 +7,17 @@ from torch import nn
 
 from workloads.kernels.attention_residual import attention_residual_mix
 from workloads.kernels.linear import round_to_bf16
-from workloads.kernels.moe import MoEKernel
 from workloads.models.batch import Batch
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.kimi_k3.kda import KdaCache, KimiDeltaAttention
 from workloads.models.kimi_k3.mla import MlaCache, MultiHeadLatentAttention
 from workloads.models.kimi_k3.moe import LatentMoE, situ_parameters
 from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows
-from workloads.models.parallel import RankGroups, all_gather_rows, reduce_scatter_rows
+from workloads.models.parallel import all_gather_rows, reduce_scatter_rows
+from workloads.models.served import Setting
 
 LayerCache = KdaCache | MlaCache
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout."""
-
-    config: KimiK3Config
-    groups: RankGroups
-    kernel: MoEKernel
-    fused: bool
+KimiSetting = Setting[KimiK3Config]
 
 
 @dataclass
@@ -40,7 +31,7 @@ class ResidualStream:
 class SubLayers(nn.Module):
     """Attention and feed-forward of one layer with their norms, without what joins them to the residual stream."""
 
-    def __init__(self, setting: Setting, layer: int, prefix: str) -> None:
+    def __init__(self, setting: KimiSetting, layer: int, prefix: str) -> None:
         super().__init__()
         config, groups = setting.config, setting.groups
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -102,7 +93,7 @@ def mix(stream: ResidualStream, norm: RMSNorm, proj: ReplicatedLinear) -> torch.
 class DecoderLayer(SubLayers):
     """A layer of the target: both sublayers read a learned mix of the stream's snapshots and its prefix."""
 
-    def __init__(self, setting: Setting, layer: int, prefix: str) -> None:
+    def __init__(self, setting: KimiSetting, layer: int, prefix: str) -> None:
         super().__init__(setting, layer, prefix)
         config = setting.config
         hidden, eps = config.hidden_size, config.rms_norm_eps

@@ -5,24 +5,24 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from workloads.loading.weights import ModelRoot
 from workloads.models.batch import Batch
 from workloads.models.kimi_k3.decoder import (
     DecoderLayer,
+    KimiSetting,
     LayerCache,
     ResidualStream,
-    Setting,
     mix,
     residual_mixer,
 )
 from workloads.models.kimi_k3.tensors import PREFIX
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
+from workloads.models.served import Target
 
 
 class KimiK3Model(nn.Module):
     """Embedding, decoder layers and the final mix and norm."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
         config, prefix = setting.config, f"{PREFIX}model."
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -45,10 +45,10 @@ class KimiK3Model(nn.Module):
         return hidden
 
 
-class KimiK3ForCausalLM(ModelRoot):
+class KimiK3ForCausalLM(Target):
     """The target. Every rank of the EP group must run the same sequence of forward passes."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
         config = setting.config
         self.model = KimiK3Model(setting)

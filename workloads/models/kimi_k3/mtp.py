@@ -5,17 +5,17 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from workloads.loading.weights import ModelRoot
 from workloads.models.batch import Batch
-from workloads.models.kimi_k3.decoder import LayerCache, PlainDecoderLayer, Setting
+from workloads.models.kimi_k3.decoder import KimiSetting, LayerCache, PlainDecoderLayer
 from workloads.models.kimi_k3.tensors import PREFIX
 from workloads.models.layers import ParallelLMHead, ReplicatedLinear, RMSNorm, Rows, VocabParallelEmbedding
+from workloads.models.served import Drafter
 
 
 class SharedHead(nn.Module):
     """Norm and output projection of the block, both its own."""
 
-    def __init__(self, setting: Setting, prefix: str) -> None:
+    def __init__(self, setting: KimiSetting, prefix: str) -> None:
         super().__init__()
         config = setting.config
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, f"{prefix}norm.weight")
@@ -27,7 +27,7 @@ class SharedHead(nn.Module):
 class MultiTokenPredictor(nn.Module):
     """One MTP block: both inputs normalised, joined, and run through a plain decoder layer."""
 
-    def __init__(self, setting: Setting, layer: int) -> None:
+    def __init__(self, setting: KimiSetting, layer: int) -> None:
         super().__init__()
         config, prefix = setting.config, f"{PREFIX}model.layers.{layer}."
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -48,7 +48,7 @@ class MultiTokenPredictor(nn.Module):
 class KimiK3MultiTokenPredictorModel(nn.Module):
     """Embedding and block. The block keeps its number in the checkpoint, after the target's layers."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
         config = setting.config
         self.embed_tokens = VocabParallelEmbedding(
@@ -65,10 +65,10 @@ class KimiK3MultiTokenPredictorModel(nn.Module):
         return hidden
 
 
-class KimiK3MTP(ModelRoot):
+class KimiK3MTP(Drafter):
     """The drafter, loaded as a root of its own from the same checkpoint, embedding included."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
         if setting.config.num_mtp_layers != 1:
             raise ValueError(

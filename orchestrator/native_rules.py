@@ -1,0 +1,111 @@
+"""Rules of the models that the native engine runs, whose dimensions and kernels are this project's own."""
+
+from collections.abc import Callable
+
+from orchestrator import memory
+from orchestrator.memory import dimensions_of
+from orchestrator.rule_parts import Problems, at_least, divides
+from orchestrator.schema import Root
+from workloads.loading.tensor_table import every_tensor
+from workloads.models.architectures import model_plan, tensor_table
+
+MAX_PER_TOKEN = 32  # experts that MegaMoE dispatches a token to
+
+
+def problems(root: Root) -> Problems:
+    if root.backend.engine != "vllm":
+        for rule in _RULES:
+            yield from rule(root)
+        return
+    yield (
+        f"backend.engine is vllm and model.architecture is {root.model.architecture}: what is generated of it is for "
+        "the native engine; give model.architecture=transformers with a configuration or folders of weights that "
+        "vLLM loads, or set backend=native."
+    )
+
+
+def _positive(root: Root) -> Problems:
+    may_be_zero = model_plan(root.model.architecture).MAY_BE_ZERO
+    for name, value in vars(dimensions_of(root)).items():
+        yield from at_least(_key(root, name), value, 0 if name in may_be_zero else 1)
+
+
+def _layout(root: Root) -> Problems:
+    p, plan = root.parallelism, model_plan(root.model.architecture)
+    for name, number in plan.divided(dimensions_of(root)).items():
+        yield from divides("parallelism.tp", p.tp, f"{_key(root, name)} {number}", number)
+    experts = plan.experts(dimensions_of(root))
+    if experts is not None:
+        key = f"{_key(root, experts.keys['count'])} {experts.count}"
+        yield from divides("parallelism.ep", p.ep, key, experts.count)
+
+
+def _dimensions(root: Root) -> Problems:
+    plan = model_plan(root.model.architecture)
+    yield from plan.problems(dimensions_of(root))
+    experts = plan.experts(dimensions_of(root))
+    if experts is not None and experts.per_token > experts.count:
+        yield (
+            f"{_key(root, experts.keys['per_token'])} is {experts.per_token}, more than the "
+            f"{experts.keys['count']} {experts.count} there are."
+        )
+
+
+def _key(root: Root, name: str) -> str:
+    return f"model.{root.model.architecture}.{name}"
+
+
+def _mega_moe(root: Root) -> Problems:
+    b, p = root.backend, root.parallelism
+    experts = model_plan(root.model.architecture).experts(dimensions_of(root))
+    if b.moe_kernel != "mega_moe" or experts is None:
+        return
+    if b.arch == "sm90":
+        yield (
+            "backend.moe_kernel is mega_moe and backend.arch is sm90: DeepGEMM's Mega MoE for Hopper takes FP8 "
+            "weights, none released reads MXFP4 experts there; set backend.moe_kernel=reference or an sm100 backend."
+        )
+    if p.ep < 2:
+        yield (
+            f"backend.moe_kernel is mega_moe and parallelism.ep is {p.ep}: the kernel dispatches between ranks and "
+            "needs expert parallelism, ep of 2 or more; or set backend.moe_kernel=reference."
+        )
+    if experts.quantization != "mxfp4":
+        yield (
+            f"backend.moe_kernel is mega_moe and the experts of {root.model.name} are {experts.quantization}: the "
+            f"FP8xFP4 kernel refuses {experts.quantization.upper()} expert weights; it reads mxfp4. Set "
+            "backend.moe_kernel=reference."
+        )
+    alignment = memory.EXPERT_ALIGNMENT.get(b.arch)
+    if alignment is not None and experts.hidden % alignment:
+        yield (
+            f"{_key(root, experts.keys['hidden'])} is {experts.hidden}; mega_moe on {b.arch} needs a multiple of "
+            f"{alignment} (the expert input is not padded, only {experts.keys['intermediate']} is)."
+        )
+    if experts.per_token > MAX_PER_TOKEN:
+        yield (
+            f"{_key(root, experts.keys['per_token'])} is {experts.per_token}; mega_moe dispatches to at most "
+            f"{MAX_PER_TOKEN}."
+        )
+
+
+def _perturbations(root: Root) -> Problems:
+    for name, checkpoint in root.checkpoints.items():
+        if checkpoint.perturbation != "one_tensor":
+            continue
+        sections = tensor_table(root.model.architecture).sections(dimensions_of(root))
+        known = {tensor.name for tensor in every_tensor(sections)}
+        if checkpoint.perturbation_target not in known:
+            yield (
+                f"checkpoints.{name}.perturbation_target is {checkpoint.perturbation_target!r}, which is not one of "
+                f"the {len(known)} tensors of {root.model.name}, such as {min(known)}."
+            )
+
+
+_RULES: tuple[Callable[[Root], Problems], ...] = (
+    _positive,
+    _layout,
+    _dimensions,
+    _mega_moe,
+    _perturbations,
+)

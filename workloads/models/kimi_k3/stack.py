@@ -1,0 +1,24 @@
+"""The Kimi-K3 models of one rank: the target, and the MTP block as a root of its own."""
+
+from collections.abc import Mapping
+
+from workloads.models.kimi_k3.audit import RULES
+from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.kimi_k3.model import KimiK3ForCausalLM
+from workloads.models.kimi_k3.mtp import KimiK3MTP
+from workloads.models.served import Drafter, Setting, Target
+
+__all__ = ["RULES", "make_roots"]
+
+
+def make_roots(setting: Setting[KimiK3Config]) -> Mapping[str, Target | Drafter]:
+    """Raises ValueError for experts in another format than MXFP4."""
+    quantization = setting.config.expert_quantization
+    if quantization != "mxfp4":
+        raise ValueError(
+            f"model.kimi_k3.expert_quantization is {quantization}: the native engine runs mxfp4 experts only."
+        )
+    roots: dict[str, Target | Drafter] = {"target": KimiK3ForCausalLM(setting)}
+    if setting.config.num_mtp_layers:
+        roots["draft"] = KimiK3MTP(setting)
+    return roots

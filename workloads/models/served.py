@@ -1,0 +1,72 @@
+"""What a family's models are built from, and what the engine asks of them when they serve."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+
+from workloads.kernels.moe import MoEKernel
+from workloads.loading.weights import ModelRoot, Rule
+from workloads.models.architectures import stack_module
+from workloads.models.batch import Batch
+from workloads.models.parallel import RankGroups
+
+Config = TypeVar("Config")
+Cache = Any  # of one layer: a dataclass whose fields are tensors, one slot of each for every request
+
+
+@dataclass(frozen=True)
+class Setting(Generic[Config]):
+    """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout."""
+
+    config: Config
+    groups: RankGroups
+    kernel: MoEKernel
+    fused: bool
+
+
+class Target(ModelRoot):
+    """The model that answers."""
+
+    def make_caches(self, slots: int, positions: int) -> list[Cache]:
+        """One cache a layer, for `slots` requests of at most `positions` tokens."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
+        """Final hidden states of this rank's tokens, [n, ...], which `logits` and a drafter read. Collective."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group. Collective."""
+        raise NotImplementedError
+
+
+class Drafter(ModelRoot):
+    """A model that proposes the token after the next one, loaded as a root of its own."""
+
+    def make_caches(self, slots: int, positions: int) -> list[Cache]:
+        """As of `Target`."""
+        raise NotImplementedError
+
+    def forward(self, batch: Batch, hidden: torch.Tensor, caches: Sequence[Cache]) -> torch.Tensor:
+        """batch: the target's, with every token replaced by the one after it. hidden: what the target returned.
+        Returns what `logits` reads, [n, ...]. Collective."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """As of `Target`."""
+        raise NotImplementedError
+
+
+class Stack(Protocol):
+    """`stack` of a family."""
+
+    RULES: Sequence[Rule]
+
+    def make_roots(self, setting: Setting[Any]) -> Mapping[str, Target | Drafter]:
+        """`target` and, where the dimensions have one, `draft`."""
+
+
+def model_stack(architecture: str) -> Stack:
+    return cast(Stack, stack_module(architecture))
