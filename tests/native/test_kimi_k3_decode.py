@@ -96,7 +96,9 @@ def test_a_stale_derived_tensor_changes_decode_only(
     fresh, stale = start_engine(k3_checkpoint, NEW), start_engine(k3_checkpoint, NEW)
     old = start_engine(k3_checkpoint, OLD)
     replaced = 0
-    for source, target in zip(old.target.modules(), stale.target.modules(), strict=True):
+    for source, target in zip(
+        old.roots()["target"].modules(), stale.roots()["target"].modules(), strict=True
+    ):
         for before, now in zip(derived(source), derived(target), strict=True):
             now.copy_(before)
             replaced += 1

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workloads.kernels.activations import SituParameters, sigmoid, situ
+from workloads.kernels.activations import SituParameters, SwigluParameters, sigmoid, situ
 from workloads.kernels.moe import (
     ExpertWeights,
     LoadedLayoutReference,
@@ -254,10 +254,35 @@ def test_situ_formula_and_saturation() -> None:
     assert situ(torch.tensor([-1e4]), torch.tensor([1e4]), SITU).item() == 0.0
 
 
+def test_swiglu_clamps_the_gate_from_above_and_the_linear_branch_on_both_sides() -> None:
+    gate = torch.linspace(-30, 30, 61, dtype=torch.float64)
+    up = torch.linspace(90, -90, 61, dtype=torch.float64)
+    for limit in (10.0, math.inf):
+        expected = [
+            min(g, limit) / (1 + math.exp(-min(g, limit))) * max(-limit, min(u, limit))
+            for g, u in zip(gate.tolist(), up.tolist(), strict=True)
+        ]
+        got = SwigluParameters(limit)(gate, up)
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=0)
+        assert SwigluParameters(limit)(gate.float(), up.float()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("activation", [SwigluParameters(0.05), SwigluParameters()])
+def test_the_kernel_applies_the_activation_it_is_given(activation: SwigluParameters) -> None:
+    raw, given = raw_experts(), inputs(6)
+    outputs = []
+    for kernel in KERNELS:
+        weights = kernel.prepare(*share(raw, slice(None)))
+        outputs.append(kernel.forward(*given, weights, None, EXPERTS, activation))
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[0], run(KERNELS[0], raw, *given))
+    assert (outputs[0].abs().max() < 0.1) == (activation.limit == 0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_activation_of_an_element_depends_on_it_alone(dtype: torch.dtype) -> None:
     gate = torch.randn(1003, generator=torch.Generator().manual_seed(5)).to(dtype) * 4
-    for function in (sigmoid, lambda g: situ(g, g, SITU)):
+    for function in (sigmoid, lambda g: situ(g, g, SITU), lambda g: SwigluParameters(3.0)(g, g)):
         alone = torch.cat([function(g.reshape(1)) for g in gate])
         assert torch.equal(function(gate), alone)
 

@@ -1,18 +1,22 @@
 """The hook runs twice in one load, and the second time takes the kernel's layout for the checkpoint's."""
 
-import torch
-from torch import nn
+from typing import Any
 
-from workloads.loading.loader import Loader
-from workloads.models.kimi_k3.moe import RAW, RoutedExperts
+from workloads.faults import LoaderFault
+from workloads.faults._about import About
+
+ABOUT = About("E", ("vllm#48284",), "processed_twice", needs=("kernel_layout",))
 
 
-class Fault(Loader):
+class Fault(LoaderFault):
     def finalize(self) -> None:
+        import torch
+        from torch import nn
+
         super().finalize()
         for _, module in self.root.weight_modules():
-            weights = module.transformed() if isinstance(module, RoutedExperts) else None
-            for name, processed in zip(RAW, weights or (), strict=False):
+            transformed: Any = getattr(module, "transformed", tuple)() or ()
+            for name, processed in zip(module.consumed_weights(), transformed, strict=True):
                 taken_for_raw = processed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
                 module.register_parameter(name, nn.Parameter(taken_for_raw, requires_grad=False))
         super().finalize()

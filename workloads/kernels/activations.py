@@ -1,9 +1,17 @@
 """Gated activations of the experts."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class GatedActivation(Protocol):
+    """What stands between the two matrices of an MLP or an expert."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """gate, up: float32 or float64, same shape and dtype -> the same shape and dtype, a new tensor."""
+        ...
 
 
 class SituParameters(NamedTuple):
@@ -11,6 +19,18 @@ class SituParameters(NamedTuple):
 
     beta: float = 4.0
     linear_beta: float = 25.0
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return situ(gate, up, self)
+
+
+class SwigluParameters(NamedTuple):
+    """Clamp of SwiGLU: the gate from above, the linear branch on both sides; infinity leaves both as they are."""
+
+    limit: float = float("inf")
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        return swiglu(gate, up, self)
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -30,3 +50,13 @@ def situ(gate: Tensor, up: Tensor, parameters: SituParameters) -> Tensor:
     beta, linear_beta = parameters
     gated = torch.tanh(gate / beta).mul_(beta).mul_(sigmoid(gate))
     return gated * torch.tanh(up / linear_beta).mul_(linear_beta)
+
+
+def swiglu(gate: Tensor, up: Tensor, parameters: SwigluParameters) -> Tensor:
+    """SwiGLU: min(g, limit) * sigmoid(min(g, limit)) * clamp(u, -limit, limit), in the dtype of gate and up.
+
+    gate, up: float32 or float64, same shape.
+    """
+    (limit,) = parameters
+    clamped = gate.clamp(max=limit)
+    return clamped * sigmoid(clamped) * up.clamp(-limit, limit)

@@ -1,8 +1,9 @@
 """The routed experts' kernel: its interface and two CPU references of MegaMoE's numerics.
 
 Both references compute what DeepGEMM's FP8xFP4 MegaMoE computes: rows quantised to FP8 per 32 columns, gate and up
-rounded to BF16, SiTU times the routing weight, FP8 again, the down projection rounded to BF16, a sum over slots. They
-differ in where they read weights from: `MegaMoEReference` the fused layout, `LoadedLayoutReference` the checkpoint's.
+rounded to BF16, the gated activation times the routing weight, FP8 again, the down projection rounded to BF16, a sum
+over slots. They differ in where they read weights from: `MegaMoEReference` the fused layout, `LoadedLayoutReference`
+the checkpoint's.
 
 The GPU kernel accumulates in float32. Here products are summed in float64, where the sum is exact: x and w have at
 most 18 and 4 significant bits below their block exponents, so K terms need 22 + log2(K) bits plus the spread of the
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workloads.kernels import mega_moe_layout as layout
-from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.activations import GatedActivation
 from workloads.kernels.blocks import ROWS
 from workloads.kernels.moe_dispatch import combine, dispatch
 from workloads.kernels.quantization import dequantize_fp8_rows, dequantize_mxfp4, quantize_fp8_rows
@@ -64,7 +65,7 @@ class MoEKernel(Protocol):
         weights: ExpertWeights,
         group: dist.ProcessGroup | None,
         num_experts: int,
-        activation: SituParameters,
+        activation: GatedActivation,
     ) -> Tensor:
         """x bf16 [T, H], topk_idx int64 [T, K] global ids (-1 masked), topk_weights float32 [T, K] -> bf16 [T, H].
 
@@ -111,7 +112,7 @@ class MegaMoEReference:
         weights: ExpertWeights,
         group: dist.ProcessGroup | None,
         num_experts: int,
-        activation: SituParameters,
+        activation: GatedActivation,
     ) -> Tensor:
         def w13(e: int) -> Tensor:
             packed = layout.unfuse_l1_weight(weights.l1_weight[e : e + 1])
@@ -151,7 +152,7 @@ class LoadedLayoutReference:
         weights: ExpertWeights,
         group: dist.ProcessGroup | None,
         num_experts: int,
-        activation: SituParameters,
+        activation: GatedActivation,
     ) -> Tensor:
         def w13(e: int) -> Tensor:
             return dequantize_mxfp4(weights.l1_weight[e], weights.l1_scale[e])
@@ -184,7 +185,7 @@ def _forward(
     w2: Callable[[int], Tensor],
     group: dist.ProcessGroup | None,
     num_experts: int,
-    activation: SituParameters,
+    activation: GatedActivation,
 ) -> Tensor:
     """Dispatch, run the local experts that received rows, combine. w13, w2: float64 matrices of a local expert.
 
@@ -198,7 +199,7 @@ def _forward(
     for part, counts in _tasks(rows.counts):
         gate_up = _per_expert(dequantize_fp8_rows(rows.x[part], rows.x_scale[part]), w13, counts)
         gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
-        hidden = situ(gate, up, activation) * rows.topk_weight[part].to(torch.float64).unsqueeze(-1)
+        hidden = activation(gate, up) * rows.topk_weight[part].to(torch.float64).unsqueeze(-1)
         out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, counts)
         outputs.append(out.to(torch.bfloat16))
     return combine(torch.cat(outputs), rows.routes)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from workloads.kernels.activations import SituParameters, situ
+from workloads.kernels.activations import GatedActivation
 from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import linear, linear_partial, round_to_bf16
 from workloads.kernels.norm import rms_norm
@@ -175,9 +175,9 @@ class ParallelLMHead(WeightModule):
 
 
 class GatedMLP(nn.Module):
-    """SiTU-gated MLP that every rank holds whole: down(situ(gate(x), up(x)))."""
+    """Gated MLP that every rank holds whole: down(activation(gate(x), up(x)))."""
 
-    def __init__(self, hidden: int, intermediate: int, activation: SituParameters, prefix: str) -> None:
+    def __init__(self, hidden: int, intermediate: int, activation: GatedActivation, prefix: str) -> None:
         super().__init__()
         self.activation = activation
         self.gate_up_proj = ReplicatedLinear(
@@ -195,6 +195,6 @@ class GatedMLP(nn.Module):
 
     def _rows(self, x: torch.Tensor) -> torch.Tensor:
         gate, up, _ = self.gate_up_proj.split(x)
-        activated = situ(gate.to(torch.float64), up.to(torch.float64), self.activation)
+        activated = self.activation(gate.to(torch.float64), up.to(torch.float64))
         out: torch.Tensor = self.down_proj(round_to_bf16(activated))
         return out
