@@ -68,6 +68,16 @@ class Batch:
         rows = (segment.offset - self._first for segment in self.segments if segment.start == 0)
         return [row for row in rows if 0 <= row < self.local_tokens]
 
+    @property
+    def local_token_ids(self) -> torch.Tensor:
+        """Ids of this rank's real tokens, int64 [local_tokens]."""
+        return self.token_ids[self._first : self._first + self.local_tokens]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """Place of each token within its request, int64 [tokens]."""
+        return self._indices([position for s in self.segments for position in range(s.start, s.end)])
+
     @cached_property
     def decode_rows(self) -> torch.Tensor:
         return self._indices([segment.offset for segment in self.decodes])

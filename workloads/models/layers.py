@@ -3,7 +3,7 @@
 Each declares its parameters with the checkpoint tensors they come from, and holds this rank's share only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +14,14 @@ from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import linear, linear_partial, round_to_bf16
 from workloads.kernels.norm import rms_norm
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
+from workloads.models.batch import Batch
 from workloads.models.parallel import (
     ALONE,
     Group,
     all_gather_columns,
+    all_gather_rows,
     gather_selected,
+    reduce_scatter_rows,
     scatter_selected,
 )
 
@@ -30,6 +33,27 @@ class Rows:
     source: str
     count: int
     sharded: bool = True
+
+
+def over_all_tokens(
+    group: Group, batch: Batch, x: torch.Tensor, sharded: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Run layers that are divided over the group on every token of the batch. Collective.
+
+    x: BF16 [n, H], this rank's tokens. sharded: from BF16 [T, H], the tokens of all ranks, to this rank's part of a
+    sum, float64 [T, O]. Returns this rank's rows of the sum, BF16 [n, O] rounded once.
+    """
+    if not batch.tokens:  # so on every rank of the group
+        return x
+    gathered = all_gather_rows(group, _padded(x, batch.share))
+    summed = reduce_scatter_rows(group, _padded(sharded(gathered[: batch.tokens]), gathered.shape[0]))
+    return round_to_bf16(summed[: batch.local_tokens])
+
+
+def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """`rows` with zeros below, `count` in all."""
+    missing = count - rows.shape[0]
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def vector(source: str, size: int, dtype: torch.dtype = torch.bfloat16, start: int = 0) -> Weight:

@@ -6,14 +6,12 @@ import torch
 from torch import nn
 
 from workloads.kernels.attention_residual import attention_residual_mix
-from workloads.kernels.linear import round_to_bf16
 from workloads.models.batch import Batch
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.kimi_k3.kda import KdaCache, KimiDeltaAttention
 from workloads.models.kimi_k3.mla import MlaCache, MultiHeadLatentAttention
 from workloads.models.kimi_k3.moe import LatentMoE, situ_parameters
-from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows
-from workloads.models.parallel import all_gather_rows, reduce_scatter_rows
+from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows, over_all_tokens
 from workloads.models.served import Setting
 
 LayerCache = KdaCache | MlaCache
@@ -56,24 +54,15 @@ class SubLayers(nn.Module):
 
     def attend(self, x: torch.Tensor, batch: Batch, cache: LayerCache) -> torch.Tensor:
         """BF16 [n, hidden], this rank's tokens -> BF16 [n, hidden]. Collective over the TP group."""
-        if not batch.tokens:  # so on every rank of the group
-            return x
-        gathered = all_gather_rows(self.tp, _padded(self.input_layernorm(x), batch.share))
-        partial = self.self_attn(gathered[: batch.tokens], batch, cache)
-        summed = reduce_scatter_rows(self.tp, _padded(partial, gathered.shape[0]))
-        return round_to_bf16(summed[: batch.local_tokens])
+        return over_all_tokens(
+            self.tp, batch, self.input_layernorm(x), lambda tokens: self.self_attn(tokens, batch, cache)
+        )
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [n, hidden] -> BF16 [n, hidden]. Collective over the EP group where there are experts."""
         normed = self.post_attention_layernorm(x)
         out: torch.Tensor = self.mlp(normed) if self.is_dense else self.block_sparse_moe(normed)
         return out
-
-
-def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """`rows` with zeros below, `count` in all."""
-    missing = count - rows.shape[0]
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows
 
 
 def residual_mixer(hidden: int, eps: float, stem: str) -> tuple[RMSNorm, ReplicatedLinear]:
