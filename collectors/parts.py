@@ -144,13 +144,15 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
     for piece, value in zip(batch, values, strict=True):
         expected = slices[piece.key] if piece.key is not None else None
         differs = expected is not None and value is not None and value.fp != expected.fp
+        permuted, patch = _how_it_differs(piece, reader) if differs else (False, None)
         yield {
             "tensor": piece.part.tensor,
             "part": piece.part.name,
             "fp": value.fp if value else None,
             "expected": expected.fp if expected else None,
             "cast": expected.cast if expected else None,
-            "permuted": differs and _is_permuted(piece, reader),
+            "permuted": permuted,
+            "patch": patch,
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
@@ -159,15 +161,19 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
         }
 
 
-def _is_permuted(piece: _Piece, reader: CheckpointReader) -> bool:
-    """Whether every byte value occurs as often in the live part as in its checkpoint slice."""
+def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None]:
+    """Whether every byte value occurs as often in the live part as in its checkpoint slice; and the value of all
+    bytes that differ, None where they are not of one value."""
     assert piece.key is not None, "only parts with a source are held against the checkpoint"
     assert piece.value is not None, "only parts with bytes are held against the checkpoint"
-    counts = [
-        torch.bincount(tensor.contiguous().reshape(-1).view(torch.uint8), minlength=256).cpu()
+    live, wanted = (
+        tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
         for tensor in (piece.value, _slice(reader, piece.key))
-    ]
-    return torch.equal(*counts)
+    )
+    counts = [torch.bincount(tensor, minlength=256) for tensor in (live, wanted)]
+    wrong = live[live != wanted] if live.shape == wanted.shape else live
+    patch = int(wrong[0]) if len(wrong) and bool((wrong == wrong[0]).all()) else None
+    return torch.equal(*counts), patch
 
 
 def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:

@@ -19,14 +19,15 @@ ACCURACY_MARGIN = 0.01
 
 @dataclass
 class Outcome:
-    """What one check found. cause: the sentence of a finding, "" where there is none. caveat: why what was
-    observed is no evidence, the same for every cell."""
+    """What one check found. cause: the sentence of a finding, "" where there is none; code: of that finding.
+    caveat: why what was observed is no evidence, the same for every cell."""
 
     verdict: str
     expected: str
     observed: str
     counts: dict[str, Any] = field(default_factory=dict)
     cause: str = ""
+    code: str = "generation_differs"
     caveat: str = ""
     required: bool = True
 
@@ -66,7 +67,25 @@ def same_generations(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reade
     name, text = next(iter(differing.items()))
     first = f"Request `{name}`: {text}."
     cause = f"{len(differing)} of {len(want)} generations of `{left}` are not those of `{right}`. {first}"
-    return Outcome("FAIL", expected, f"{len(differing)} of {len(want)} differ. {first}", counts, cause)
+    observed = f"{len(differing)} of {len(want)} differ. {first}"
+    before = attempt.moments[left].before
+    if not _is_repeated(attempt, arm, before, got, reader):
+        return Outcome("FAIL", expected, observed, counts, cause)
+    cause += (
+        f" They are, to the last bit, those of `{before}`, from before the update: a cache keeps what the old weights "
+        "computed, and the update did not empty it."
+    )
+    return Outcome("FAIL", expected, observed, counts, cause, code="stale_cache")
+
+
+def _is_repeated(
+    attempt: Attempt, arm: Arm, before: str | None, got: Mapping[str, Record], reader: Reader
+) -> bool:
+    """Whether an observation answers exactly as the one before its load did."""
+    if before is None or before not in attempt.with_collector("generations"):
+        return False
+    old = reader.generations(arm.folder / before, "generations")
+    return got.keys() == old.keys() and not any(_divergence(got[name], old[name]) for name in got)
 
 
 def _divergence(got: Record | None, want: Record) -> str:

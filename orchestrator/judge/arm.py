@@ -78,7 +78,7 @@ class ArmJudge:
         }[rule]
         outcome = judge(self._attempt, self._arm, check, self._reader)
         if outcome.cause:
-            cause = Cause("generation_differs", 0, f"generations of {left}", note=outcome.cause)
+            cause = Cause(outcome.code, 0, f"generations of {left}", note=outcome.cause)
             self._ledger.add(self._arm.name, left, check["name"], [cause])
         return outcome
 

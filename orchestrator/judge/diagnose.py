@@ -1,7 +1,7 @@
 """Turns one wrong tensor into the causes that its fingerprints show, most specific first."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from orchestrator.judge.compare import Difference, differing_slices
@@ -102,7 +102,8 @@ def explain_parts(view: View, path: str, names: Iterable[str]) -> list[Cause]:
     parts = view.observed.parts_of(tensor) if tensor else view.observed.parts.get(path, {})
     old = view.before.find(path) if view.before else None
     before = view.before.parts_of(old) if view.before and old else {}
-    return [_part(view, path, name, parts[name], before.get(name)) for name in names]
+    values = {part.get("padding_value") for part in parts.values() if is_padding(part)}
+    return [_part(view, path, parts[name], name, before.get(name), values) for name in names]
 
 
 def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:
@@ -130,14 +131,19 @@ def _structural(rank: int, difference: Difference, got: Record, want: Record | N
     )
 
 
-def _part(view: View, path: str, name: str, part: Record, before: Record | None) -> Cause:
-    code, note = _part_code(view, path, part, before)
+def _part(
+    view: View, path: str, part: Record, name: str, before: Record | None, padding: Collection[float | None]
+) -> Cause:
+    """padding: values of the padding of the same tensor."""
+    code, note = _part_code(view, path, part, before, padding)
     return Cause(
         code, view.observed.rank, path, name, note, part["fp"], before["fp"] if before else None, wanted(part)
     )
 
 
-def _part_code(view: View, path: str, part: Record, before: Record | None) -> tuple[str, str]:
+def _part_code(
+    view: View, path: str, part: Record, before: Record | None, padding: Collection[float | None]
+) -> tuple[str, str]:
     if is_padding(part):
         return _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
@@ -146,6 +152,13 @@ def _part_code(view: View, path: str, part: Record, before: Record | None) -> tu
         return "stale", ""
     if part.get("const") == POISON:
         return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
+    if part.get("const") is not None and part["const"] in padding:
+        return (
+            "uninitialised",
+            f"all bytes are {part['const']}, as they were created: nothing was loaded here",
+        )
+    if part.get("patch") is not None and part["patch"] in padding:
+        return "overwritten_by_padding", f"all its wrong bytes are {part['patch']}, the value of the padding"
     places = view.places(part, view.observed.rank)
     if places:
         return "found_elsewhere", describe_place(places[0], part, view.observed.rank)
@@ -170,11 +183,11 @@ def _padding_code(part: Record) -> tuple[str, str]:
 def _whole(view: View, path: str, got: Record, want: Record) -> Cause:
     """A tensor without parts, or whose difference lies outside of its parts."""
     old = view.before.find(path) if view.before else None
-    code, note = _whole_code(view, got, want, old)
+    code, note = _whole_code(view, path, got, want, old)
     return Cause(code, view.observed.rank, path, "", note, got["fp"], old["fp"] if old else None, want["fp"])
 
 
-def _whole_code(view: View, got: Record, want: Record, old: Record | None) -> tuple[str, str]:
+def _whole_code(view: View, path: str, got: Record, want: Record, old: Record | None) -> tuple[str, str]:
     if old is not None and got["fp"] == old["fp"]:
         return "stale", ""
     if got.get("const") == POISON:
@@ -190,7 +203,16 @@ def _whole_code(view: View, got: Record, want: Record, old: Record | None) -> tu
     if view.identical_runs:
         return "uninitialised", "two identical loads left different bytes"
     slices = differing_slices(got, want)
-    return "differs", f"in slices {_some(slices)} of {got['shape'][0]}" if slices else ""
+    code = "wrong_derived" if got["class"] == "derived" and _is_sound(view.observed, path) else "differs"
+    return code, f"in slices {_some(slices)} of {got['shape'][0]}" if slices else ""
+
+
+def _is_sound(audit: Audit, path: str) -> bool:
+    """Whether the weights of the module that a tensor belongs to are right."""
+    module = f"{path.rpartition('.')[0]}."
+    parts = {p: parts for p, parts in audit.parts.items() if p.startswith(module)}
+    wrong = any(is_wrong(part, audit.find(p) or {}) for p, held in parts.items() for part in held.values())
+    return bool(parts) and not wrong
 
 
 def _permuted_slices(got: Record, want: Record) -> tuple[str, str] | None:

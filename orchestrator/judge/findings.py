@@ -11,10 +11,11 @@ from orchestrator.judge.sentences import sentence
 #: From the mechanism to the mere symptom; a later one about the same tensors is a consequence of an earlier.
 ORDER = (
     "finalised_late", "processed_twice", "skipped_hook",
-    "numeric_cast", "wrong_padding_value", "stale_padding", "found_elsewhere", "wrong_layout",
+    "numeric_cast", "wrong_padding_value", "overwritten_by_padding", "stale_padding", "found_elsewhere", "wrong_layout",
     "uninitialised", "stale", "moved",
     "alias_broken", "dtype", "layout", "missing", "extra", "vacuous", "unclassified",
-    "replicas_differ", "checkpoint_mismatch", "differs", "not_changed", "generation_differs",
+    "replicas_differ", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
+    "generation_differs",
 )  # fmt: skip
 _RANK_OF = {code: place for place, code in enumerate(ORDER)}
 
@@ -27,7 +28,11 @@ _AFTERMATH = frozenset(ORDER) - {
     "processed_twice",
 }
 #: Symptoms: about tensors whose cause is known already they add nothing, in later observations either.
-_SYMPTOMS = {"replicas_differ", "differs", "not_changed"}
+_SYMPTOMS = {"replicas_differ", "wrong_derived", "differs", "not_changed"}
+_ANSWERS = {
+    "stale_cache",
+    "generation_differs",
+}  # wrong answers follow from anything that is wrong in the weights
 _PADDING = {"stale_padding", "wrong_padding_value", "uninitialised"}
 _MAX_GROUPS = 4  # of one cause; above, they become one finding
 
@@ -84,7 +89,7 @@ class Ledger:
         for other in kept:
             if other.arm != group.arm or self._later(other, group):
                 continue
-            if group.code == "generation_differs":
+            if group.code in _ANSWERS:
                 return other
             if other.violation is not None:
                 if _explains(other, group):

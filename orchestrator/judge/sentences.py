@@ -103,6 +103,10 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
     "wrong_padding_value": lambda g: (
         f"The padding of {_who(g)} was filled with another value than the parameter was created with."
     ),
+    "overwritten_by_padding": lambda g: (
+        f"Parts of {_who(g)} were overwritten with the value of its padding: regions that an earlier load had recorded "
+        "as padding hold weights now."
+    ),
     "stale_padding": lambda g: (
         f"The padding of {_who(g)} was not filled before post-processing and keeps what the memory held; the "
         "kernel reads it as weights."
@@ -132,12 +136,17 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
         f"{_who(g)} {_verb(g, 'is', 'are')} not what the checkpoint holds, and {_verb(g, 'matches', 'match')} no "
         "known failure: not the old value, not a cast, not another tensor's bytes."
     ),
+    "wrong_derived": lambda g: (
+        f"{_who(g)} {_verb(g, 'is', 'are')} not what a fresh start derives from the same weights, and those are right: "
+        "it was rebuilt with another setting or another method."
+    ),
     "differs": lambda g: f"{_who(g)} {_verb(g, 'differs', 'differ')}, for no reason that the records show.",
     "not_changed": lambda g: f"{_who(g)} did not change in an update that changes every weight.",
+    "stale_cache": lambda g: g.examples[0].note,
     "generation_differs": lambda g: g.examples[0].note,
 }  # fmt: skip
 
-_WITH_EXAMPLE = frozenset(_WHAT) - {"generation_differs"}
+_WITH_EXAMPLE = frozenset(_WHAT) - {"stale_cache", "generation_differs"}
 
 #: What a broken lifecycle rule means for the weights.
 _MECHANISM = {

@@ -21,7 +21,8 @@ FAILED = ("FAIL", "ERROR")
 _SHOWN = frozenset(
     {
         "found_elsewhere", "wrong_layout", "uninitialised", "stale", "moved", "alias_broken", "dtype", "layout",
-        "missing", "extra", "checkpoint_mismatch", "differs", "not_changed", "generation_differs",
+        "missing", "extra", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
+        "generation_differs",
     }
 )  # fmt: skip
 _STARTS = {"safetensors": "safetensors", "dummy": "dummy"}

@@ -152,7 +152,7 @@ def consequences_text(finding: Json) -> str:
 
 def _consequence(consequence: Json) -> str:
     where = f" in `{consequence['observation']}`" if consequence["observation"] else ""
-    if consequence["code"] == "generation_differs":
+    if consequence["code"] in ("generation_differs", "stale_cache"):
         return f"other generations{where}"
     return f"{consequence['count']:,} {consequence['code']}{where}"
 

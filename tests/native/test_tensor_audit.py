@@ -277,6 +277,18 @@ def test_swapped_experts_and_rows_are_located(tmp_path: Path) -> None:
     assert not any(r["permuted"] for r in parts(before).values())
 
 
+def test_wrong_bytes_of_one_value_are_told(tmp_path: Path) -> None:
+    """As where padding was filled over real rows."""
+    checkpoint = Checkpoint()
+    engine = Engine(checkpoint)
+    engine.model.fused[1, 2:4] = 0
+    engine.model.fused[2] += 1
+    found = parts(observe(engine, tmp_path, checkpoint=checkpoint))
+    assert found["experts.1"]["patch"] == 0
+    assert found["experts.2"]["patch"] is None
+    assert found["experts.3"]["patch"] is None
+
+
 def test_numeric_casts_of_scales_are_recognised(tmp_path: Path) -> None:
     checkpoint = Checkpoint()
     engine = Engine(checkpoint)

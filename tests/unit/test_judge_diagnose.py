@@ -103,6 +103,35 @@ def test_numeric_cast_of_exponents(tmp_path: Path) -> None:
     assert any(part.endswith("weight_scale") for part in finding["parts"])
 
 
+def test_weights_under_padding_of_an_earlier_load(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        name = next(name for name, part in audit.parts[fx.SCALES].items() if part["source"] is not None)
+        audit.parts[fx.SCALES][name] |= {"fp": fx.fp("partly overwritten"), "patch": 127}
+        audit.refresh(fx.SCALES)
+    finding = primary(world, tmp_path, "overwritten_by_padding")
+    assert "all its wrong bytes are 127, the value of the padding" in finding["detail"]
+
+
+def test_weights_that_were_never_loaded_are_as_they_were_created(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        for part in audit.parts[fx.SCALES].values():
+            part |= {"fp": fx.fp("created"), "const": 127, "patch": 127}
+        audit.refresh(fx.SCALES)
+    finding = primary(world, tmp_path, "uninitialised")
+    assert "all bytes are 127, as they were created: nothing was loaded here" in finding["detail"]
+
+
+def test_derived_tensor_that_does_not_follow_from_right_weights(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated", "repeated", "back"):
+        audit.tensors[fx.W_UV]["fp"] = fx.fp("half of it", audit.checkpoint, audit.rank % 2)
+    finding = primary(world, tmp_path, "wrong_derived")
+    assert finding["path"] == fx.W_UV
+    assert "rebuilt with another setting" in finding["detail"]
+
+
 def test_swapped_gate_and_up(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated"):
@@ -255,7 +284,7 @@ def test_replica_that_disagrees(tmp_path: Path) -> None:
     finding = primary(world, tmp_path, "replicas_differ")
     assert finding["ranks"] == [2]
     assert [c["code"] for c in finding["consequences"]] == [
-        "differs",
+        "wrong_derived",
         "differs",
     ]  # from fresh, and repeated from updated
 
@@ -304,7 +333,7 @@ def test_what_is_built_from_wrong_weights_is_a_consequence(tmp_path: Path) -> No
         ("vacuous", lambda a: a.tensors[fx.W_UV].update(nbytes=0, fp=None)),
         ("alias_broken", lambda a: a.tensors[fx.EMBED].update(aliases=[])),
         ("unclassified", lambda a: a.tensors[fx.W_UV].update({"class": "unclassified", "fp": fx.fp("x")})),
-        ("differs", lambda a: a.tensors[fx.W_UV].update(fp=fx.fp("x"))),
+        ("wrong_derived", lambda a: a.tensors[fx.W_UV].update(fp=fx.fp("x"))),
     ],
 )
 def test_differences_in_form(tmp_path: Path, code: str, damage: Callable[[fx.Audit], None]) -> None:
@@ -433,3 +462,19 @@ def test_padding_value_by_type(
         audit.tensors[fx.SCALES]["dtype"] = dtype
         audit.parts[fx.SCALES]["padding"] |= {"padding_value": value, "const": const}
     assert world.judge(tmp_path)["verdict"] == verdict
+
+
+def test_answers_of_the_old_weights_come_from_a_cache(tmp_path: Path) -> None:
+    world = World()
+    world.candidate.generations["updated"] = world.candidate.generations["started"]
+    finding = primary(world, tmp_path, "stale_cache")
+    assert "those of `started`, from before the update: a cache keeps" in finding["detail"]
+
+
+def test_stale_answers_of_stale_weights_are_a_consequence(tmp_path: Path) -> None:
+    world = World()
+    world.candidate.generations["updated"] = world.candidate.generations["started"]
+    for audit, old in zip(world.candidate.audits["updated"], world.candidate.audits["started"], strict=True):
+        audit.copy_from(old, fx.NORM)
+    finding = primary(world, tmp_path, "stale")
+    assert "stale_cache" in [consequence["code"] for consequence in finding["consequences"]]
