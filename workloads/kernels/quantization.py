@@ -1,4 +1,4 @@
-"""Block formats of quantised rows and experts: UE8M0 scales, FP8 E4M3, E2M1 and MXFP4.
+"""Block formats of quantised rows and experts: UE8M0 scales, FP8 E4M3, E2M1, MXFP4, FP8 in tiles, NVFP4.
 
 Every function accepts any leading dimensions; blocks run along the last one. Decoding is to float64, in
 which each of these formats (and each product of two of their values) is exact.
@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 BLOCK = 32  # columns that share one UE8M0 scale, in MXFP4 and in MegaMoE's activations
+FP8_BLOCK = 128  # rows and columns of a tile of FP8 weights that shares one scale, and columns of an activation's group
+NVFP4_BLOCK = 16  # columns that share one E4M3 scale
 E8M0_BIAS = 127
 E8M0_NAN = 255
 FP8_MAX = 448.0  # largest finite E4M3
 FP8_AMAX_FLOOR = 1e-4  # amax below this is treated as this, so that an all-zero block has a scale
+FP8_GROUP_FLOOR = 1e-10  # the same for groups with float scales
+E4M3_SMALLEST = 2.0**-9  # smallest positive E4M3: a block scale below it would make its block vanish
 E2M1_MAX = 6.0
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -83,8 +87,7 @@ def quantize_fp8_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
 
 def dequantize_fp8_rows(q: Tensor, scales: Tensor) -> Tensor:
     """(float8_e4m3fn [..., K], UE8M0 uint8 [..., K/group]) -> float64 [..., K], exact."""
-    values = _E4M3_VALUES.to(q.device).index_select(0, q.reshape(-1).view(torch.uint8).to(torch.int32))
-    blocks = values.view(*scales.shape, q.shape[-1] // scales.shape[-1])
+    blocks = _e4m3_values(q).view(*scales.shape, q.shape[-1] // scales.shape[-1])
     return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
 
 
@@ -122,3 +125,85 @@ def dequantize_mxfp4(packed: Tensor, scales: Tensor) -> Tensor:
     """(packed uint8 [..., N, K/2], UE8M0 uint8 [..., N, K/32]) -> float64 [..., N, K], exact."""
     blocks = _blocks(decode_e2m1(packed), BLOCK)
     return (blocks * decode_e8m0(scales).unsqueeze(-1)).flatten(-2)
+
+
+def quantize_fp8_groups(x: Tensor, group: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
+    """Quantise [..., K] bf16/float32 to (float8_e4m3fn [..., K], float32 scales [..., K/group]).
+
+    Per group: s = max(|x|, 1e-10) / 448, q = e4m3(x / s): how activations meet weights in 128 x 128 tiles.
+    """
+    blocks = _blocks(x.to(torch.float32), group)
+    scales = blocks.abs().amax(dim=-1).clamp_min_(FP8_GROUP_FLOOR) / FP8_MAX
+    return _to_e4m3(blocks.to(torch.float64), scales.unsqueeze(-1)).flatten(-2), scales
+
+
+def dequantize_fp8_groups(q: Tensor, scales: Tensor) -> Tensor:
+    """(float8_e4m3fn [..., K], float32 [..., K/group]) -> float64 [..., K], exact."""
+    blocks = _e4m3_values(q).view(*scales.shape, q.shape[-1] // scales.shape[-1])
+    return (blocks * scales.to(torch.float64).unsqueeze(-1)).flatten(-2)
+
+
+def quantize_fp8_tiles(
+    w: Tensor, tile: int = FP8_BLOCK, scale_dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Quantise [..., N, K] to (float8_e4m3fn [..., N, K], scales [..., ceil(N/tile), ceil(K/tile)]).
+
+    Per tile of tile x tile values: s = max(|w|, 1e-4) / 448, rounded to `scale_dtype`; q = e4m3(w / s). The tiles at
+    the right and at the bottom may be cut off.
+    """
+    rows, columns = w.shape[-2:]
+    down, across = -(-rows // tile), -(-columns // tile)
+    padded = torch.nn.functional.pad(w.to(torch.float64), (0, across * tile - columns, 0, down * tile - rows))
+    tiles = padded.reshape(*w.shape[:-2], down, tile, across, tile)
+    amax = tiles.abs().amax(dim=(-3, -1)).to(torch.float32).clamp_min_(FP8_AMAX_FLOOR)
+    scales = (amax / FP8_MAX).to(scale_dtype)
+    q = _to_e4m3(tiles, scales[..., :, None, :, None]).reshape(padded.shape)
+    return q.view(torch.uint8)[..., :rows, :columns].contiguous().view(q.dtype), scales
+
+
+def dequantize_fp8_tiles(q: Tensor, scales: Tensor, tile: int = FP8_BLOCK) -> Tensor:
+    """(float8_e4m3fn [..., N, K], scales [..., ceil(N/tile), ceil(K/tile)]) -> float64 [..., N, K], exact."""
+    rows, columns = q.shape[-2:]
+    spread = scales.to(torch.float64).repeat_interleave(tile, -2)[..., :rows, :]
+    return _e4m3_values(q) * spread.repeat_interleave(tile, -1)[..., :columns]
+
+
+def quantize_nvfp4_blocks(x: Tensor, global_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise [..., K] under a float32 scale g, a scalar, to (packed uint8 [..., K/2], float8_e4m3fn [..., K/16]).
+
+    Per 16 values: s = e4m3(max|x| / (6 g)), kept within 2^-9..448 so that no block vanishes; code = e2m1(x / (s g)),
+    where what is beyond 6 saturates. A NaN in a block makes its scale NaN.
+    """
+    wide, g = _blocks(x.to(torch.float64), NVFP4_BLOCK), global_scale.to(torch.float64)
+    wanted = wide.abs().amax(dim=-1) / (E2M1_MAX * g)
+    scales = wanted.clamp(E4M3_SMALLEST, FP8_MAX).to(torch.float8_e4m3fn)
+    codes = encode_e2m1((wide / (_e4m3_values(scales) * g).unsqueeze(-1)).flatten(-2))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), scales
+
+
+def quantize_nvfp4(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise a matrix [N, K] to (packed uint8 [N, K/2], float8_e4m3fn [N, K/16], float32 scalar g).
+
+    g = max|w| / (448 * 6), with which the largest block scale is E4M3's largest (ModelOpt's `weight_scale_2`: values
+    are code * s * g).
+    """
+    amax = w.to(torch.float32).abs().amax().clamp_min(E2M1_MAX * FP8_MAX * 2.0**-126)
+    g = amax / (E2M1_MAX * FP8_MAX)
+    return *quantize_nvfp4_blocks(w, g), g
+
+
+def dequantize_nvfp4_blocks(packed: Tensor, scales: Tensor) -> Tensor:
+    """(packed uint8 [..., K/2], float8_e4m3fn [..., K/16]) -> float64 [..., K] without the global scale, exact."""
+    blocks = _blocks(decode_e2m1(packed), NVFP4_BLOCK)
+    return (blocks * _e4m3_values(scales).unsqueeze(-1)).flatten(-2)
+
+
+def _e4m3_values(q: Tensor) -> Tensor:
+    """float8_e4m3fn -> float64; a table is faster than torch's own conversion."""
+    values = _E4M3_VALUES.to(q.device).index_select(0, q.reshape(-1).view(torch.uint8).to(torch.int32))
+    return values.view(q.shape)
+
+
+def _to_e4m3(x: Tensor, scales: Tensor) -> Tensor:
+    """e4m3(x / scales) of float64 x. Clamped, because versions of torch differ in whether their conversion does."""
+    return (x / scales.to(torch.float64)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)

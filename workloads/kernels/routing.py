@@ -15,14 +15,32 @@ def route_sigmoid_noaux(
     score, topk_weights float32 [T, top_k]). The bias steers the choice only: w = s / sum(s of the chosen) * scaling.
     Equal scores go to the lower expert id. ValueError when top_k exceeds E.
     """
-    num_experts = router_logits.shape[-1]
-    if not 0 < top_k <= num_experts:
-        raise ValueError(
-            f"top_k is {top_k}, but a token can choose between 1 and {num_experts} experts here."
-        )
+    _check_top_k(top_k, router_logits.shape[-1])
     scores = sigmoid(router_logits.to(torch.float64)).to(torch.float32)
     # A stable sort, because torch.topk leaves the order of equal scores open.
     topk_idx = torch.sort(scores + bias, dim=-1, descending=True, stable=True).indices[:, :top_k]
     chosen = scores.gather(-1, topk_idx).to(torch.float64)
     total = chosen.sum(dim=-1, keepdim=True) + 1e-20  # finite even when every chosen score underflowed
     return topk_idx, (chosen / total * scaling).to(torch.float32)
+
+
+def route_softmax(router_logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Softmax over all experts, then the top_k, then their weights scaled to a sum of one (Qwen3-MoE).
+
+    router_logits [T, E] float32 or float64 -> (topk_idx int64 [T, top_k] by falling probability, topk_weights float32
+    [T, top_k]). Equal probabilities go to the lower expert id. ValueError when top_k exceeds E.
+    """
+    _check_top_k(top_k, router_logits.shape[-1])
+    wide = router_logits.to(torch.float64)
+    powers = torch.exp(wide - wide.amax(dim=-1, keepdim=True))
+    probabilities = powers / powers.sum(dim=-1, keepdim=True)
+    ranked = torch.sort(probabilities, dim=-1, descending=True, stable=True)
+    chosen, topk_idx = ranked.values[:, :top_k], ranked.indices[:, :top_k]
+    return topk_idx, (chosen / chosen.sum(dim=-1, keepdim=True)).to(torch.float32)
+
+
+def _check_top_k(top_k: int, num_experts: int) -> None:
+    if not 0 < top_k <= num_experts:
+        raise ValueError(
+            f"top_k is {top_k}, but a token can choose between 1 and {num_experts} experts here."
+        )
