@@ -5,24 +5,17 @@ import math
 import pytest
 import torch
 
-from workloads.kernels.gqa import gqa
+from workloads.kernels.gqa import gqa_attention
 from workloads.kernels.linear import round_to_bf16
 from workloads.kernels.rope import (
-    rope_angles,
     rope_frequencies,
+    rope_rows,
     rotate_half_split,
     yarn_concentration,
     yarn_frequencies,
 )
 
-GPT_OSS = {
-    "dim": 64,
-    "theta": 150000.0,
-    "factor": 32.0,
-    "original": 4096,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
+GPT_OSS = (64, 150000.0, 32.0, 4096, 32.0, 1.0)  # dim, theta, factor, original, beta_fast, beta_slow
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +30,7 @@ def test_yarn_of_gpt_oss_pair_by_pair() -> None:
         frequency = 150000 ** (-2 * i / 64)
         ramp = min(max((i - low) / (high - low), 0.0), 1.0)
         expected.append(frequency / 32 * ramp + frequency * (1 - ramp))
-    found = yarn_frequencies(**GPT_OSS)
+    found = yarn_frequencies(*GPT_OSS)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-14, atol=0)
     plain = rope_frequencies(64, 150000.0)
     assert torch.equal(found[:8], plain[:8])  # 8.1 is where the blend begins, 17.4 where it ends
@@ -47,8 +40,7 @@ def test_yarn_of_gpt_oss_pair_by_pair() -> None:
 
 def test_rotation_turns_each_pair_by_its_angle_and_keeps_distances() -> None:
     x, frequencies = random(5, 2, 8), rope_frequencies(8, 100.0)
-    cos, sin = rope_angles(torch.arange(3, 8), frequencies, 1.25)
-    found = rotate_half_split(x, cos, sin)
+    found = rotate_half_split(x, rope_rows(torch.arange(3, 8), frequencies, 1.25))
     for t in range(5):
         for i in range(4):
             pair = torch.complex(x[t, :, i].double(), x[t, :, i + 4].double())
@@ -80,7 +72,7 @@ def test_attention_equals_the_reference(
     sinks: torch.Tensor | None, window: int | None, start: int, tokens: int
 ) -> None:
     q, k, v = random(tokens, 6, 16, seed=1), random(40, 2, 16, seed=2), random(40, 2, 24, seed=3)
-    found = gqa(q, k, v, start, sinks, window)
+    found = gqa_attention(q, k, v, start, sinks, window)
     assert torch.equal(found, reference(q, k, v, start, sinks, window or 1000))
 
 
@@ -88,18 +80,18 @@ def test_blocks_of_queries_do_not_show() -> None:
     """700 queries are computed in blocks; each equals the query alone."""
     q, k, v = random(700, 2, 8, seed=1), random(700, 1, 8, seed=2), random(700, 1, 8, seed=3)
     for window in (None, 30):
-        together = gqa(q, k, v, 0, window=window)
+        together = gqa_attention(q, k, v, 0, window=window)
         for t in (0, 255, 256, 257, 511, 699):
-            assert torch.equal(together[t : t + 1], gqa(q[t : t + 1], k, v, t, window=window))
+            assert torch.equal(together[t : t + 1], gqa_attention(q[t : t + 1], k, v, t, window=window))
 
 
 def test_a_sink_takes_weight_and_adds_nothing() -> None:
     q, k, v = random(3, 2, 8), random(3, 2, 8, seed=1), torch.ones(3, 2, 8, dtype=torch.bfloat16)
-    assert torch.equal(gqa(q, k, v, 0), torch.ones(3, 2, 8, dtype=torch.bfloat16))
-    assert (gqa(q, k, v, 0, sinks=torch.tensor([0.0, 30.0]))[:, 0] < 1).all()
-    assert (gqa(q, k, v, 0, sinks=torch.tensor([0.0, 30.0]))[:, 1] < 1e-6).all()
+    assert torch.equal(gqa_attention(q, k, v, 0), torch.ones(3, 2, 8, dtype=torch.bfloat16))
+    assert (gqa_attention(q, k, v, 0, sinks=torch.tensor([0.0, 30.0]))[:, 0] < 1).all()
+    assert (gqa_attention(q, k, v, 0, sinks=torch.tensor([0.0, 30.0]))[:, 1] < 1e-6).all()
 
 
 def test_keys_that_are_not_there_are_refused() -> None:
-    with pytest.raises(ValueError, match="ends at position 9 and the cache holds 8"):
-        gqa(random(4, 2, 8), random(8, 2, 8), random(8, 2, 8), 5)
+    with pytest.raises(ValueError, match="end at position 9 and the cache holds 8"):
+        gqa_attention(random(4, 2, 8), random(8, 2, 8), random(8, 2, 8), 5)
