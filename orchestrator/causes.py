@@ -45,13 +45,49 @@ CAUSES = (
         "a file of the checkpoint is missing or broken: compare its folder with model.safetensors.index.json",
     ),
     _cause(
+        r"Missing keys .* in loaded state",
+        "the saved state lacks weights that the engine no longer held as tensors when it wrote them: on CPUs its "
+        "post-processing packs linear layers behind kernel objects and empties their parameters, so that sharded_state "
+        "does not work there; start from safetensors",
+    ),
+    _cause(
+        r"has no attribute '?cpu_linear",
+        "the load left out the post-processing that packs linear layers for CPUs, as vLLM's loader of tensorizer files "
+        "with a checkpoint's own tensors does; start from safetensors",
+    ),
+    _cause(
+        r"Cannot access accelerator device when none is available",
+        "the engine asks for an accelerator and there are only CPUs, as vLLM's loader of tensorizer files that an "
+        "engine wrote does; start from safetensors, or run on GPUs",
+    ),
+    _cause(
+        r"No common block size for",
+        "the attention kernel takes blocks of the KV cache of other sizes, which the message lists: leave "
+        "backend.options.block_size out, or set one of them",
+    ),
+    _cause(
+        r"(No available memory for the cache blocks|which is larger than the available KV cache memory)",
+        "the KV cache has no room for one request of backend.max_model_len tokens: lower that, or give the cache more "
+        "by VLLM_CPU_KVCACHE_SPACE (GiB, in backend.env) on CPUs, or backend.options.gpu_memory_utilization",
+        "out_of_memory",
+    ),
+    _cause(
+        r"User-specified max_model_len .* is greater than the derived",
+        "backend.max_model_len is more than the model was made for: lower it to what config.json says",
+    ),
+    _cause(
+        r"EngineArgs.*unexpected keyword argument",
+        "backend.options names an argument that this release of the engine does not have: look it up in the release's "
+        "documentation",
+    ),
+    _cause(
         r"(EADDRINUSE|Address already in use)",
         "another process has taken a port of the engine, perhaps an engine that an earlier run left: end it and start "
         "again",
     ),
     _cause(
         r"(CUDA out of memory|can't allocate memory|Cannot allocate memory|std::bad_alloc|oom-?kill|"
-        r"No available memory for the cache blocks|Free memory on device .* is less than)",
+        r"Free memory on device .* is less than|Available memory on node .* is less than)",
         "memory ran out: lower VLLM_CPU_KVCACHE_SPACE (or gpu_memory_utilization), backend.max_model_len or "
         "backend.max_requests, or use more ranks",
         "out_of_memory",

@@ -224,6 +224,50 @@ SAID = [
         "out_of_memory",
     ),
     ("ValueError: No available memory for the cache blocks.", "VLLM_CPU_KVCACHE_SPACE", "out_of_memory"),
+    (
+        "ValueError: To serve at least one request with the model's max seq len (4096), (0.5 GiB KV cache is needed, "
+        "which is larger than the available KV cache memory (0.1 GiB). Try increasing `gpu_memory_utilization`",
+        "no room for one request of backend.max_model_len tokens",
+        "out_of_memory",
+    ),
+    (
+        "ValueError: Available memory on node 0 (3.1/23.4 GiB) on startup is less than desired CPU memory utilization "
+        "(0.9, 21.1 GiB).",
+        "memory ran out",
+        "out_of_memory",
+    ),
+    (
+        "ValueError: No common block size for 7 (CPU_ATTN: [MultipleOf(32)]).",
+        "leave backend.options.block_size out",
+        "rank_failed",
+    ),
+    (
+        "ValueError: Missing keys ('model.layers.0.self_attn.qkv_proj.weight', 'model.layers.0.mlp.down_proj.weight') "
+        "in loaded state!",
+        "packs linear layers behind kernel objects and empties their parameters",
+        "rank_failed",
+    ),
+    (
+        "AttributeError: 'QKVParallelLinear' object has no attribute 'cpu_linear'",
+        "left out the post-processing",
+        "rank_failed",
+    ),
+    (
+        "RuntimeError: Cannot access accelerator device when none is available.",
+        "asks for an accelerator",
+        "rank_failed",
+    ),
+    (
+        "  Value error, User-specified max_model_len (100000) is greater than the derived max_model_len "
+        "(max_position_embeddings=2048.0 or model_max_length=None in model's config.json).",
+        "lower it to what config.json says",
+        "rank_failed",
+    ),
+    (
+        "TypeError: EngineArgs.__init__() got an unexpected keyword argument 'nonsense'",
+        "an argument that this release of the engine does not have",
+        "rank_failed",
+    ),
 ]
 
 
