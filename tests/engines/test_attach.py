@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import ROOT, Outcome, orchestrate
+
+from tests.commands import ROOT, Outcome, orchestrate
 
 pytestmark = pytest.mark.vllm
 READY_S, STOP_S, GENERATE_S = 180, 30, 120
@@ -131,7 +132,7 @@ def test_a_server_of_another_model_is_an_error_that_names_both(
 
 def test_a_server_of_another_layout_is_an_error(attached: Outcome, server: Server, store: Path) -> None:
     none = "load_path.checks=[{name: agree, rule: replicas}]"
-    outcome = _attach(server, store, server.served, server.other, "parallelism=tp2", none)
+    outcome = _attach(server, store, server.served, server.other, "parallelism=tp2_ep1", none)
     assert outcome.exit_code == 3, outcome.output
     assert "has 1 workers, the layout 2 ranks" in outcome.cell["error"]["message"]
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Outcome, orchestrate
 
 from orchestrator.engine_env import environment_folder, environment_identity
+from tests.commands import Outcome, orchestrate
 
 pytestmark = pytest.mark.vllm
 CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload")
@@ -116,7 +116,7 @@ def test_a_checkpoint_without_one_of_its_files_is_refused(
 
 def test_an_engine_that_dies_while_it_starts_leaves_its_words(passed: Outcome, store: Path) -> None:
     outcome = orchestrate(store, *CELL, "+backend.options.block_size=7")
-    _is_error(outcome, "rank_failed", "No common block size for 7")
+    _is_error(outcome, "rank_failed", "No common block size for 7", "leave backend.options.block_size out")
     assert outcome.cell["error"]["log_tail"]
     assert "Traceback" in outcome.cell["error"]["stack"]
 
@@ -142,7 +142,7 @@ def test_sleep_where_there_is_none_is_not_run(passed: Outcome, store: Path) -> N
 
 def test_records_of_a_rank_that_are_missing_are_an_error(passed: Outcome, store: Path) -> None:
     """Last, since it breaks what `passed` left."""
-    outcome = orchestrate(store, *CELL, "rerun=true", "parallelism=tp2")
+    outcome = orchestrate(store, *CELL, "rerun=true", "parallelism=tp2_ep1")
     assert outcome.exit_code == 0, outcome.output
     cell = store / "cells" / outcome.cell["id"]
     (cell / outcome.cell["attempt"] / "candidate" / "updated" / "tensors-00001.jsonl").unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.commands import orchestrate
+from tests.commands import orchestrate
 from tests.engines.smollm2 import smollm2_folder
 
 pytestmark = pytest.mark.vllm

@@ -1,8 +1,10 @@
 """Every known failure is caught on every load path, with the diagnosis that names it; clean cells pass."""
 
+from pathlib import Path
+
 import pytest
 
-from tests.experiments.conftest import Orchestrate
+from tests.commands import orchestrate
 from workloads import faults
 
 EXPERIMENT = ("+exp=kimi_k3_refit", "parallelism=tp2", "collect=tensors")  # sweeps three load paths
@@ -25,10 +27,9 @@ def test_every_fault_has_a_diagnosis() -> None:
     assert faults.names() == sorted(DIAGNOSIS)
 
 
-def test_clean_cells_pass_on_every_load_path(orchestrate: Orchestrate) -> None:
-    outcome = orchestrate(*EXPERIMENT)
+def test_clean_cells_pass_on_every_load_path(store: Path) -> None:
+    outcome = orchestrate(store, *EXPERIMENT)
     assert outcome.exit_code == 0, outcome.output
-    assert outcome.verdict is not None
     assert {cell["labels"]["load_path"] for cell in outcome.verdict["cells"]} == {
         "layerwise",
         "direct",
@@ -42,10 +43,9 @@ def test_clean_cells_pass_on_every_load_path(orchestrate: Orchestrate) -> None:
 
 
 @pytest.mark.parametrize("fault", sorted(DIAGNOSIS))
-def test_fault_is_caught_and_named(fault: str, orchestrate: Orchestrate) -> None:
-    outcome = orchestrate(*EXPERIMENT, f"code.candidate.faults=[{fault}]")
+def test_fault_is_caught_and_named(fault: str, store: Path) -> None:
+    outcome = orchestrate(store, *EXPERIMENT, f"code.candidate.faults=[{fault}]")
     assert outcome.exit_code == 1, outcome.output
-    assert outcome.verdict is not None
     for cell in outcome.verdict["cells"]:
         assert cell["verdict"] == "FAIL"
         assert cell["findings"][0]["code"] == DIAGNOSIS[fault], (cell["labels"], cell["findings"])

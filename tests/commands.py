@@ -12,35 +12,44 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 MARK = "REFIT_TEST_COMMAND"  # a variable that every process of a command inherits
-COMMAND_TIMEOUT_S = 400
+COMMAND_TIMEOUT_S = 800
 
 
 @dataclass
 class Outcome:
+    """What a user sees of one command, and what it left. left: command lines of processes that outlived it."""
+
     exit_code: int
     output: str
-    cell: dict[str, Any]  # the only one of its verdict; empty where nothing was run
-    left: list[str]  # command lines of processes that outlived the command
+    folder: Path | None  # of the experiment that it made
+    left: list[str]
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        """What the machine reads; empty where nothing was run."""
+        return json.loads((self.folder / "verdict.json").read_text()) if self.folder else {}
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        """The only one of the verdict; empty where nothing was run."""
+        [cell] = self.verdict.get("cells", [{}])
+        return cell
 
 
 def orchestrate(store: Path, *arguments: str, env: Mapping[str, str] | None = None) -> Outcome:
-    place = (
-        f"store={store}" if arguments[0] == "judge" else f"store='{store}'"
-    )  # as the shell, as Hydra reads it
-    before, mark = set(store.glob("experiments/*/verdict.json")), secrets.token_hex(8)
+    before, mark = set(store.glob("experiments/*")), secrets.token_hex(8)
     done = subprocess.run(
-        [sys.executable, "-m", "orchestrator", *arguments, place],
+        [sys.executable, "-m", "orchestrator", *arguments, f"store='{store}'"],
         cwd=ROOT,
         env={**os.environ, "COLUMNS": "1000", **(env or {}), MARK: mark},
         capture_output=True,
         text=True,
         timeout=COMMAND_TIMEOUT_S,
     )
-    made = set(store.glob("experiments/*/verdict.json")) - before
-    [cell] = json.loads(made.pop().read_text())["cells"] if made else [{}]
-    return Outcome(done.returncode, done.stdout + done.stderr, cell, _marked(mark))
+    made = set(store.glob("experiments/*")) - before
+    return Outcome(done.returncode, done.stdout + done.stderr, made.pop() if made else None, _marked(mark))
 
 
 def _marked(mark: str) -> list[str]:
