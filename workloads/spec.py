@@ -75,16 +75,34 @@ class Checkpoint:
     perturbation_target: str = ""  # tensor name, for one_tensor
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """Which weights an update brings, and how they come in.
+
+    roots: the models that take part; empty: all. tensors: patterns (fnmatch) of checkpoint names; empty: all.
+    order: of the tensors: natural (as the model declares them) | reversed | shuffled (by order_seed).
+    bucket_bytes: size of the buffer through which tensors come, used again and again; 0: each by itself.
+    """
+
+    roots: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    order: str = "natural"
+    order_seed: int = 0
+    bucket_bytes: int = 0
+
+
 @dataclass
 class Step:
     """One step of a scenario.
 
-    do: start | update | sleep | wake | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
-    via: how weights arrive, for start and update; what there is depends on the engine
-    (`orchestrator.scenario_rules.VIA`).
+    do: start | update | sleep | wake | save | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
+    via: how weights arrive, for start and update, or which files are written, for save; what there is depends on the
+    engine (`orchestrator.scenario_rules.VIA`).
     level: for sleep, 1 keeps the weights on the host, 2 discards them.
     name, collect: for observe: the observation's folder and the collectors that run
     (`tensors`, `generations`, `gsm8k`, `throughput`, `memory`).
+    roots, tensors, order, order_seed, bucket_bytes: for update, see `Arrival`.
+    refused: for update, the engine must refuse it and stay as it was.
     """
 
     do: str
@@ -93,6 +111,16 @@ class Step:
     name: str = ""
     collect: list[str] = field(default_factory=list)
     level: int = 1
+    roots: list[str] = field(default_factory=list)
+    tensors: list[str] = field(default_factory=list)
+    order: str = "natural"
+    order_seed: int = 0
+    bucket_bytes: int = 0
+    refused: bool = False
+
+    @property
+    def arrival(self) -> Arrival:
+        return Arrival(tuple(self.roots), tuple(self.tensors), self.order, self.order_seed, self.bucket_bytes)
 
 
 @dataclass
@@ -125,6 +153,7 @@ class GangSpec:
     sampling: dict[str, Sampling] = field(default_factory=dict)  # by collector name
     prompts: dict[str, str] = field(default_factory=dict)
     throughput: dict[str, int] = field(default_factory=dict)  # prompt_tokens, new_tokens, requests
+    saved_dir: str = ""  # folder of the engine's own files: a step `save` writes them, some starts read them
     faults: list[str] = field(default_factory=list)
     trace: bool = False  # after the start, look which storages a forward reads; the audit must reach them
     master_addr: str = "127.0.0.1"

@@ -150,7 +150,7 @@ def test_steps_out_of_order_are_refused(k3_checkpoint: Path) -> None:
     with pytest.raises(RuntimeError, match="call start first"):
         engine.generate(prompts(2), Sampling())
     with pytest.raises(ValueError, match="no way to start; choose one of safetensors, dummy"):
-        engine.start(OLD, "tensorizer")
+        engine.start(OLD, "telepathy")
     engine.start(OLD, "safetensors")
     with pytest.raises(RuntimeError, match="has started already"):
         engine.start(OLD, "safetensors")

@@ -62,6 +62,9 @@ class CheckpointReader(Protocol):
         """Stable name of the content: equal for copies of the same files."""
 
 
+    def require_unchanged(self) -> None:
+        """Refuse files that were written to since the checkpoint was opened."""
+
 class SafetensorsCheckpoint:
     """Reader over mapped files. Pages are read when a tensor's values are used, not before."""
 
@@ -106,18 +109,33 @@ class SafetensorsCheckpoint:
         return self._layout.identity()
 
     def _map(self, file: str) -> torch.Tensor:
+    def require_unchanged(self) -> None:
+        for file in self._mapped:
+            self._require_unchanged(file)
+
         """Bytes of one file, mapped privately: a stray write never reaches the file."""
         if file not in self._mapped:
+        self._require_unchanged(file)
             path, size = self.folder / file, self._layout.files[file].size
-            found = path.stat().st_size if path.exists() else 0
-            if found != size:
-                raise CheckpointError(
-                    f"{path}: the file had {size} bytes when the checkpoint was opened and has {found} now. Do not "
-                    "overwrite a checkpoint that is in use; write each version into a folder of its own."
-                )
             self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         return self._mapped[file]
 
+
+    def _require_unchanged(self, file: str) -> None:
+        """Asked before every read: the pages of a file that was cut short cannot be read without a signal."""
+        path, opened = self.folder / file, self._layout.files[file]
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            how = "has 0 now, it is gone"
+        else:
+            if (found.st_size, found.st_mtime_ns) == (opened.size, opened.modified):
+                return
+            how = f"has {found.st_size} now" if found.st_size != opened.size else "was written to since"
+        raise CheckpointError(
+            f"{path}: the file had {opened.size} bytes when the checkpoint was opened and {how}. Do not overwrite a "
+            "checkpoint that is in use; write each version into a folder of its own."
+        )
 
 def open_checkpoint(path: str | Path) -> SafetensorsCheckpoint:
     """Reader of `path`, with `model.safetensors.index.json` or a single `model.safetensors`.

@@ -1,58 +1,28 @@
-"""Loads one model by every path: cold start, dummy, layerwise reload, direct reload.
+"""Loads one model by every path of `workloads.loading.paths`, each the same steps in a different order and scope."""
 
-Each path is the same steps in a different order and scope, and each step is a method: a fault of
-`workloads.faults` replaces one of them, so what is proved to be caught is what really runs.
-"""
-
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from collections import Counter
+from collections.abc import Mapping
 
 import torch
-from torch import nn
 
-from workloads.loading.lifecycle import Lifecycle
-from workloads.loading.mapping import Destination, destinations
-from workloads.loading.padding import fill_padding, record_padding
-from workloads.loading.weights import ModelRoot, Region, WeightModule, narrow
+from workloads.loading.arrivals import Incoming, ReloadError
+from workloads.loading.experts import ExpertSlice, expert_of, takes_single_experts
+from workloads.loading.mapping import Destination
+from workloads.loading.padding import record_padding
+from workloads.loading.saved import ProcessedState
+from workloads.loading.steps import Reader, Steps, UpdateStats
+from workloads.loading.weights import ModelRoot, WeightModule
 
+__all__ = ["Incoming", "Loader", "Reader", "ReloadError", "UpdateStats"]
 
-@dataclass
-class UpdateStats:
-    """Seconds by phase of one load or update on this rank, and bytes placed into parameters."""
-
-    read_s: float = 0.0
-    install_s: float = 0.0
-    post_process_s: float = 0.0
-    finish_s: float = 0.0
-    nbytes: int = 0
+Serving = dict[str, torch.Tensor | None]  # parameters of a module that served when its reload began
 
 
-class Reader(Protocol):
-    """The part of a checkpoint reader that loading needs."""
+class Loader(Steps):
+    """All load paths of one root on one rank. Every path raises ReloadError, or what its reader raises, when it
+    could not be completed; the model must not serve then."""
 
-    def slice(self, name: str, region: Region) -> torch.Tensor: ...
-
-
-class ReloadError(RuntimeError):
-    """A reload left the model in a state that must not serve."""
-
-
-Incoming = tuple[Destination, torch.Tensor]
-
-
-class Loader:
-    """All load paths of one root on one rank."""
-
-    def __init__(self, name: str, root: ModelRoot, lifecycle: Lifecycle) -> None:
-        self.name = name
-        self.root = root
-        self.lifecycle = lifecycle
-        self.map = destinations(root)
-        self.stats = UpdateStats()
-
-    # The paths -------------------------------------------------------------------------------------
+    # Starts ----------------------------------------------------------------------------------------
 
     def cold(self, reader: Reader) -> UpdateStats:
         """Fresh parameters from files."""
@@ -67,7 +37,8 @@ class Loader:
         """Small random weights and no files; padding, post-processing and the hook as for any load."""
         with _Load(self):
             generator = torch.Generator().manual_seed(seed)
-            for _, module in self.root.weight_modules():
+            for path, module in self.root.weight_modules():
+                self.record("draw", path)
                 for name, weight in module.weights.items():
                     parameter = module.live(name)
                     assert parameter is not None, "a dummy load starts from freshly created parameters"
@@ -78,106 +49,104 @@ class Loader:
             self.finalize()
         return self.stats
 
-    def direct(self, reader: Reader) -> UpdateStats:
-        """Write into the parameters that serve. Consumed ones are restored for the length of the load.
-
-        Raises ReloadError when a parameter or buffer moved.
-        """
-        before = _addresses(self.root)
+    def sharded(self, saved: Reader) -> UpdateStats:
+        """This rank's own parameters, padding included, from what `saved.save_parameters` wrote. saved: by
+        `PATH.PARAMETER`."""
         with _Load(self):
-            for _, module in self.root.weight_modules():
-                self.restore_consumed(module)
-            for destination, tensor in self.incoming(reader):
-                self.place(destination, tensor)
-            self._fill_and_post_process_all()
+            for path, module in self.root.weight_modules():
+                self.record("place", path)
+                for name in module.weights:
+                    parameter = module.live(name)
+                    assert parameter is not None, "a start finds freshly created parameters"
+                    tensor = saved.slice(f"{path}.{name}", tuple((0, size) for size in parameter.shape))
+                    parameter.copy_(tensor)
+                    self.stats.nbytes += tensor.nbytes
+            for path, module in self.root.weight_modules():
+                self.post_process(path, module)
             self.finalize()
-        self._refuse_moved(before)
         return self.stats
+
+    def serialized(self, saved: ProcessedState) -> UpdateStats:
+        """Tensors as post-processing left them, derived ones included. Nothing is loaded, so nothing is processed:
+        what the files lack is missing."""
+        with _Load(self):
+            for path, nbytes in saved.adopt(self.name, self.root):
+                if isinstance(self.root.get_submodule(path), WeightModule):
+                    self.record("adopt", path)
+                self.stats.nbytes += nbytes
+        return self.stats
+
+    # Updates ---------------------------------------------------------------------------------------
 
     def layerwise(self, reader: Reader) -> UpdateStats:
-        """Load each module into fresh memory once all its tensors have arrived, then copy it back.
+        """Load each module into fresh memory as its tensors arrive, and copy it back once they are complete.
+        Modules that get none keep their old weights. Raises ReloadError when a parameter or buffer moved."""
+        return self._update(reader, fresh=True)
 
-        Modules of which only some tensors came are processed at the end; modules that got none keep
-        their old weights. Raises ReloadError when a parameter or buffer moved.
-        """
+    def direct(self, reader: Reader) -> UpdateStats:
+        """Write into the parameters that serve. Those of a module that post-processing consumed are restored from
+        its first tensor to its last. Raises ReloadError when a parameter or buffer moved."""
+        return self._update(reader, fresh=False)
+
+    def per_expert(self, reader: Reader) -> UpdateStats:
+        """As `direct`, but modules that stack experts take them one after the other, in any order, so that one
+        expert is in memory beside those that serve."""
+        units = {name: unit for name in self.map if (unit := self._expert_unit(name)) is not None}
+        return self._update(reader, fresh=False, units=units)
+
+    def _update(self, reader: Reader, fresh: bool, units: Mapping[str, object] | None = None) -> UpdateStats:
         before = _addresses(self.root)
         with _Load(self):
-            waiting: dict[str, list[Incoming]] = {}
-            wanted: dict[str, int] = {}
-            for places in self.map.values():
-                for place in places:
-                    wanted[place.path] = wanted.get(place.path, 0) + 1
-            for destination, tensor in self.incoming(reader):
-                arrived = waiting.setdefault(destination.path, [])
-                arrived.append((destination, tensor))
-                if len(arrived) == wanted[destination.path]:
-                    self._reload_module(destination.path, destination.module, waiting.pop(destination.path))
-            for path, arrived in waiting.items():
-                self._reload_module(path, arrived[0][0].module, arrived)
+            self.together = units or {}
+            self._stream(reader, fresh)
+            if not self.arrival.tensors:  # what owns no weights may still derive something from others'
+                for path, module in self.root.weight_modules():
+                    if not module.weights:
+                        self._process(path, module)
             self.finalize()
         self._refuse_moved(before)
         return self.stats
 
-    # The steps -------------------------------------------------------------------------------------
+    def _stream(self, reader: Reader, fresh: bool) -> None:
+        """Open each module at its first piece, close it at its last."""
+        left = Counter(place.path for name in self.expected() for place in self.map[name])
+        opened: dict[str, tuple[WeightModule, Serving]] = {}
+        experts = _ExpertStream(self)
+        for destination, tensor in self.incoming(reader):
+            path, module = destination.path, destination.module
+            left[path] -= 1
+            if destination.placement.source in self.together:
+                experts.place(destination, tensor)
+                if not left[path]:
+                    self.post_process(path, module)
+                continue
+            if path not in opened:
+                opened[path] = module, self._open(path, module, fresh)
+            self.place(destination, tensor)
+            if not left[path]:
+                self._close(path, *opened.pop(path), fresh)
+        for path, (module, serving) in opened.items():  # of which only some tensors came
+            self._close(path, module, serving, fresh)
 
-    def incoming(self, reader: Reader) -> Iterator[Incoming]:
-        """This rank's pieces of the checkpoint, read one at a time, in declaration order."""
-        for source, places in self.map.items():
-            for place in places:
-                started = time.perf_counter()
-                tensor = reader.slice(source, place.placement.source_region)
-                self.stats.read_s += time.perf_counter() - started
-                yield place, tensor
+    def _open(self, path: str, module: WeightModule, fresh: bool) -> Serving:
+        serving = {name: module.live(name) for name in module.weights}
+        if fresh:
+            self.rematerialize(path, module)
+        else:
+            self.restore(path, module)
+        return serving
 
-    def place(self, destination: Destination, tensor: torch.Tensor) -> None:
-        """Copy one piece into its region and record what it leaves of the slot."""
-        started = time.perf_counter()
-        parameter = destination.module.live(destination.parameter)
-        if parameter is None:
-            raise ReloadError(
-                f"{destination.path}.{destination.parameter} was consumed by post-processing and not restored "
-                f"before {destination.placement.source!r} arrived."
-            )
-        target = narrow(parameter, destination.placement.target)
-        target.copy_(self.raw(tensor).reshape(target.shape))
-        record_padding(destination.module, destination.parameter, destination.placement)
-        self.stats.install_s += time.perf_counter() - started
-        self.stats.nbytes += tensor.nbytes
-
-    def raw(self, tensor: torch.Tensor) -> torch.Tensor:
-        """E8M0 scales are bytes: a numeric copy into uint8 would turn 2^-7 into 0."""
-        return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor
-
-    def fill(self, path: str, module: WeightModule) -> None:
-        self.lifecycle.record(self.name, "fill_padding", path)
-        fill_padding(module)
-
-    def post_process(self, path: str, module: WeightModule) -> None:
-        started = time.perf_counter()
-        self.lifecycle.record(self.name, "post_process", path)
-        module.post_process()
-        self.stats.post_process_s += time.perf_counter() - started
-
-    def finalize(self) -> None:
-        """Call the model's hook."""
-        started = time.perf_counter()
-        self.lifecycle.record(self.name, "finalize")
-        self.root.process_weights_after_loading()
-        self.stats.finish_s += time.perf_counter() - started
-
-    def finalize_early(self, module: WeightModule) -> None:
-        """Finalise one module as soon as it has been reloaded, so that the parameters consumed by only one
-        layer are back in memory at a time. The model's hook then finds it done."""
-        started = time.perf_counter()
-        module.finalize()
-        self.stats.finish_s += time.perf_counter() - started
-
-    def restore_consumed(self, module: WeightModule) -> None:
-        for name in module.weights:
-            if module.live(name) is None:
-                module.register_parameter(name, nn.Parameter(module.restore(name), requires_grad=False))
+    def _close(self, path: str, module: WeightModule, serving: Serving, fresh: bool) -> None:
+        self._process(path, module)
+        self.finalize_early(module)
+        if fresh:
+            self.copy_back(path, module, serving)
 
     # Parts of the paths ----------------------------------------------------------------------------
+
+    def _process(self, path: str, module: WeightModule) -> None:
+        self.fill(path, module)
+        self.post_process(path, module)
 
     def _fill_and_post_process_all(self) -> None:
         modules = list(self.root.weight_modules())
@@ -186,21 +155,13 @@ class Loader:
         for path, module in modules:
             self.post_process(path, module)
 
-    def _reload_module(self, path: str, module: WeightModule, arrived: list[Incoming]) -> None:
-        serving = {name: module.live(name) for name in module.weights}
-        for name in module.weights:
-            fresh = module.rematerialize(name)
-            module.register_parameter(name, nn.Parameter(fresh, requires_grad=False))
-        for destination, tensor in arrived:
-            self.place(destination, tensor)
-        self.fill(path, module)
-        self.post_process(path, module)
-        self.finalize_early(module)
-        for name, held in serving.items():
-            fresh_parameter = module.live(name)
-            if held is not None and fresh_parameter is not None:
-                held.copy_(fresh_parameter)
-                module.register_parameter(name, nn.Parameter(held, requires_grad=False))
+    def _expert_unit(self, name: str) -> tuple[str, int] | None:
+        """What of a tensor's module comes together; None where the module takes no single experts."""
+        [first, *_] = self.map[name]
+        expert = expert_of(first.placement)
+        if expert is None or not takes_single_experts(first.module):
+            return None
+        return first.path, expert
 
     def _refuse_moved(self, before: dict[str, int]) -> None:
         after = _addresses(self.root)
@@ -212,6 +173,29 @@ class Loader:
             )
 
 
+class _ExpertStream:
+    """The experts that have begun to arrive, each in memory of its own until it is complete."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._slices: dict[tuple[str, int], ExpertSlice] = {}
+
+    def place(self, destination: Destination, tensor: torch.Tensor) -> None:
+        """Take one piece; an expert that is complete with it enters its module."""
+        expert = expert_of(destination.placement)
+        assert expert is not None, "only pieces of one expert come here"
+        key, loader = (destination.path, expert), self._loader
+        if key not in self._slices:
+            self._slices[key] = ExpertSlice(destination.module, expert)
+            loader.rematerialize(destination.path, self._slices[key])
+        one = self._slices[key]
+        loader.place(one.destination(destination), tensor)
+        if one.is_complete:
+            del self._slices[key]
+            loader.fill(destination.path, one)
+            loader.install_expert(destination.path, destination.module, expert, one)
+
+
 class _Load:
     """Brackets one load of one root with its lifecycle events and fresh statistics."""
 
@@ -219,12 +203,13 @@ class _Load:
         self._loader = loader
 
     def __enter__(self) -> None:
-        self._loader.stats = UpdateStats()
-        self._loader.lifecycle.record(self._loader.name, "load_start")
+        loader = self._loader
+        loader.stats, loader.placed, loader.together = UpdateStats(), set(), {}
+        loader.record("load_start")
 
     def __exit__(self, exc_type: type[BaseException] | None, *_: object) -> None:
         if exc_type is None:
-            self._loader.lifecycle.record(self._loader.name, "load_end")
+            self._loader.record("load_end")
 
 
 def _addresses(root: ModelRoot) -> dict[str, int]:

@@ -118,6 +118,9 @@ class PerturbedCheckpoint:
         step = max(1, BLOCK // max(1, old[:1].nbytes))
         for start in range(
             0, len(old), step
+    def require_unchanged(self) -> None:
+        self._base.require_unchanged()
+
         ):  # blocks that stay in the cache: a fresh page costs more than the change
             rows = slice(start, start + step)
             new[rows] = _changed(name, meta.dtype, old[rows], [first[rows], *others])

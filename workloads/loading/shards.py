@@ -53,9 +53,11 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file: its size, the digest of its header, its header's free-form entries, its tensors in file order."""
+    """One file: its size and time of change (ns), the digest of its header, its header's free-form entries, its
+    tensors in file order."""
 
     size: int
+    modified: int
     header_digest: str
     metadata: dict[str, str]
     tensors: dict[str, Location]
@@ -205,7 +207,7 @@ def _read_shard(path: Path) -> ShardFile:
     again = "Fetch the file again."
     if not path.is_file():
         raise CheckpointError(f"{path}: the file is missing, but the index names it. {again}")
-    size = path.stat().st_size
+    size, modified = path.stat().st_size, path.stat().st_mtime_ns
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
@@ -226,7 +228,7 @@ def _read_shard(path: Path) -> ShardFile:
     entries = sorted((e for e in parsed if not isinstance(e, str)), key=itemgetter(2, 3))
     _check_offsets(path, entries, size - 8 - length)
     tensors = {e.name: Location(path.name, 8 + length + e.begin, e.meta) for e in entries}
-    return ShardFile(size, hashlib.sha256(raw).hexdigest(), metadata, tensors)
+    return ShardFile(size, modified, hashlib.sha256(raw).hexdigest(), metadata, tensors)
 
 
 class _Entry(NamedTuple):

@@ -174,6 +174,26 @@ class WeightModule(nn.Module):
     def finalize(self) -> None:
         """Bring weights into the kernel's layout. Runs once per load, from the model's hook."""
 
+    def install_expert(self, expert: int, one: "WeightModule") -> None:
+        """Take over one expert, loaded and padded. one: the same parameters with this expert alone in dimension 0.
+        A module that consumes its parameters overrides this, or is loaded as a whole."""
+        for name in self.weights:
+            self.get_parameter(name)[expert : expert + 1].copy_(one.get_parameter(name))
+
+    def loaded_weights(self) -> Mapping[str, torch.Tensor]:
+        """Every parameter in the layout in which it is loaded, padding included; of consumed ones, a copy."""
+        consumed = self.consumed_weights()
+        held = {name: self.live(name) for name in self.weights}
+        return {
+            name: consumed[name][1] if live is None else self.as_loaded(name, live.detach())
+            for name, live in held.items()
+        }
+
+    def as_loaded(self, name: str, live: torch.Tensor) -> torch.Tensor:
+        """Parameter `live`, which serves, in the layout in which it is loaded. Overridden where post-processing changes
+        parameters in place."""
+        return live
+
     def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
         """Consumed parameter -> (attribute path of the live tensor, bytes brought back to its layout)."""
         return {}
@@ -184,7 +204,9 @@ class WeightModule(nn.Module):
         consumed = self.consumed_weights()
         for name, weight in self.weights.items():
             live = self.live(name)
-            holder, value = (name, live) if live is not None else consumed.get(name, (name, None))
+            holder, value = consumed.get(name, (name, None))
+            if live is not None:
+                holder, value = name, self.as_loaded(name, live)
             if value is None:
                 continue
             tensor = f"{path}.{holder}"

@@ -89,6 +89,14 @@ class RoutedExperts(WeightModule):
             return unfuse_l2_weight(self._transformed_l2_weights[0])
         return super().restore(name)
 
+    def install_expert(self, expert: int, one: WeightModule) -> None:
+        held = self.transformed()
+        if held is None:
+            super().install_expert(expert, one)
+            return
+        raw = (one.get_parameter(name).detach() for name in RAW)
+        self.kernel.prepare(*raw, into=ExpertWeights(*(tensor[expert : expert + 1] for tensor in held)))
+
     def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
         weights = self.transformed()
         if weights is None:
