@@ -18,6 +18,7 @@ SET_BY = {  # arguments of vLLM that follow from the config, and the key to set 
     "skip_tokenizer_init": "model.tokenizer",
     "tensor_parallel_size": "parallelism.tp",
     "data_parallel_size": "parallelism.dp",
+    "enable_expert_parallel": "parallelism.ep",
     "load_format": "load_path.steps",
     "dtype": "backend.dtype",
     "max_model_len": "backend.max_model_len",

@@ -48,6 +48,14 @@ def text_part(config: Config) -> Config:
     return inner if isinstance(inner, dict) else config
 
 
+def has_experts(config: Config) -> bool:
+    """Whether any part of it counts experts; families have many names for that."""
+    return any(
+        has_experts(value) if isinstance(value, dict) else "expert" in str(key) and bool(value)
+        for key, value in config.items()
+    )
+
+
 def number(config: Config, *names: str) -> int | None:
     """The first of these entries that is a positive whole number."""
     values = (text_part(config).get(name) for name in names)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from orchestrator.rule_parts import Problems, divides, plain
 from orchestrator.schema import Root
-from orchestrator.transformers_config import KEY, configs, number
+from orchestrator.transformers_config import KEY, configs, has_experts, number
 from workloads.loading.shards import CheckpointError, read_layout
 from workloads.models.architectures import ARCHITECTURES
 from workloads.spec import Checkpoint
@@ -57,13 +57,26 @@ def _one_model(root: Root) -> Problems:
         yield f"model_type is {listed}: all checkpoints of a cell must be weights of one model."
 
 
+def _experts(root: Root) -> Problems:
+    """They are dealt out over all ranks of one engine. A replica of vLLM that we start is an engine of its own."""
+    p, b = root.parallelism, root.backend
+    per_replica = b.engine == "vllm" and b.url is None
+    ranks = p.tp if per_replica else p.ranks
+    if p.ep not in (1, ranks) and p.ep >= 1 and p.ranks % p.ep == 0:  # else `orchestrator.rules` says so
+        yield (
+            f"parallelism.ep is {p.ep}; experts are either not dealt out or over all {ranks} ranks of an engine (tp "
+            f"{p.tp}, dp {p.dp}; one engine {'for each replica' if per_replica else 'in all'}): use 1 or {ranks}."
+        )
+    for where, config in configs(root) if p.ep > 1 else ():
+        if not has_experts(config):
+            yield (
+                f"parallelism.ep is {p.ep}, but the model of {where} has no experts to deal out: set parallelism.ep=1, "
+                "as parallelism=single and parallelism=tp2_ep1 do."
+            )
+
+
 def _layout(root: Root) -> Problems:
     p = root.parallelism
-    if p.ep not in (1, p.ranks) and p.ep >= 1 and p.ranks % p.ep == 0:  # else `orchestrator.rules` says so
-        yield (
-            f"parallelism.ep is {p.ep}; experts are either not divided or over all {p.ranks} ranks (tp {p.tp} x dp "
-            f"{p.dp}): use 1 or {p.ranks}."
-        )
     for where, config in configs(root):
         heads, shared = number(config, "num_attention_heads"), number(config, "num_key_value_heads")
         if heads is not None:
@@ -128,6 +141,7 @@ _RULES: tuple[Callable[[Root], Problems], ...] = (
     _engine,
     _config,
     _one_model,
+    _experts,
     _layout,
     _vocabulary,
     _perturbations,

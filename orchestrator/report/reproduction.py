@@ -188,6 +188,7 @@ def _arguments(cell: Json) -> dict[str, Any]:
     backend = cell["backend"]
     return {
         "tensor_parallel_size": cell["parallelism"]["tp"],
+        **({"enable_expert_parallel": True} if cell["parallelism"]["ep"] > 1 else {}),
         "dtype": backend["dtype"],
         "skip_tokenizer_init": True,
         "max_model_len": backend["max_model_len"],

@@ -26,7 +26,7 @@ STEPS = (
 )
 CHECKS = "load_path.checks=[{name: same, rule: equal, left: b, right: fresh.new}]"
 OWN_CHECKS = "load_path.checks=[{name: changed, rule: all_changed, left: a, right: b}]"
-ENGINE = ["backend.engine=vllm", STEPS, CHECKS]
+ENGINE = ["backend.engine=vllm", "parallelism=tp2_ep1", STEPS, CHECKS]
 INSTALLED = [*ENGINE, f"backend.environment={ENVIRONMENT}"]
 ATTACH = [
     STEPS.replace("via: safetensors", "via: attach"),
@@ -70,9 +70,12 @@ def found(composer: Composer, *overrides: str) -> list[str]:
 VALID = [
     [],
     ["parallelism=single"],
-    ["parallelism.ep=1"],
-    ["parallelism={tp: 4, dp: 1, ep: 4, nodes: 1, gpus_per_node: 4}"],  # more ranks than key-value heads
-    ["parallelism={tp: 2, dp: 2, ep: 4, nodes: 2, gpus_per_node: 2}"],
+    ["parallelism={tp: 4, dp: 1, ep: 1, nodes: 1, gpus_per_node: 4}"],  # more ranks than key-value heads
+    ["parallelism={tp: 2, dp: 2, ep: 1, nodes: 2, gpus_per_node: 2}"],
+    [config(num_experts=8), "parallelism=tp2"],
+    [config(ffn_config="{moe_num_experts: 8}"), "parallelism=tp2"],
+    [config(num_experts=8), "parallelism={tp: 2, dp: 2, ep: 2, nodes: 2, gpus_per_node: 2}"],
+    [config(num_experts=8), *ATTACH, "parallelism={tp: 2, dp: 2, ep: 4, nodes: 2, gpus_per_node: 2}"],
     ["backend.environment=null", "backend.python=/opt/vllm/bin/python"],
     ["backend.environment=null", "cluster.image=vllm/vllm:1"],
     ["backend.environment=null", f"code.candidate.environment={ENVIRONMENT}"],
@@ -122,8 +125,29 @@ BROKEN = [
         r"tp is 2 and num_key_value_heads is 3 in model\.transformers: one must divide",
     ),
     (
-        [config(), *INSTALLED, "parallelism={tp: 2, dp: 2, ep: 2, nodes: 1, gpus_per_node: 4}"],
-        r"parallelism\.ep is 2; .* over all 4 ranks \(tp 2 x dp 2\): use 1 or 4",
+        [config(num_experts=8), *INSTALLED, "parallelism={tp: 2, dp: 2, ep: 4, nodes: 1, gpus_per_node: 4}"],
+        r"parallelism\.ep is 4; .* all 2 ranks of an engine \(tp 2, dp 2; one engine for each replica\): use 1 or 2",
+    ),
+    (
+        [
+            config(num_experts=8),
+            *INSTALLED,
+            *ATTACH,
+            "parallelism={tp: 2, dp: 2, ep: 2, nodes: 1, gpus_per_node: 4}",
+        ],
+        r"parallelism\.ep is 2; .* over all 4 ranks of an engine \(tp 2, dp 2; one engine in all\): use 1 or 4",
+    ),
+    (
+        [config(), *INSTALLED, "parallelism=tp2"],
+        r"parallelism\.ep is 2, but the model of model\.transformers has no experts to deal out: set parallelism\.ep=1",
+    ),
+    (
+        [config(num_experts=0), *INSTALLED, "parallelism=tp2"],
+        r"parallelism\.ep is 2, but the model of model\.transformers has no experts",
+    ),
+    (
+        [config(), *INSTALLED, "+backend.options.enable_expert_parallel=true"],
+        r"options\.enable_expert_parallel follows from another key: set parallelism\.ep instead",
     ),
     (
         [config(), *INSTALLED, "parallelism={tp: 2, dp: 1, ep: 1, nodes: 2, gpus_per_node: 1}"],
@@ -296,7 +320,7 @@ def test_broken_rule_is_named_with_its_values(shared: Composer, overrides: list[
 def test_an_engine_of_ones_own_is_driven_as_the_native_one(shared: Composer) -> None:
     own = "backend.engine=mine.engine:Engine"
     assert found(shared, own, "+backend.options.x=1", "cluster.memory_gb=2") == []
-    assert found(shared, own, config(), *TRANSFORMERS) == []
+    assert found(shared, own, config(), "parallelism=tp2_ep1", *TRANSFORMERS) == []
     told = found(shared, own, "load_path.update=reload")
     assert "a step `update` goes via one of: layerwise, direct." in told[0]
 

@@ -112,6 +112,8 @@ def _arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
         "seed": 0,
         "disable_log_stats": False,  # else no request says when its first token came
     }
+    if spec.parallelism.ep > 1:
+        arguments["enable_expert_parallel"] = True
     if _sleeps(spec):
         arguments["enable_sleep_mode"] = True
     if any(step.via == "transfer" for step in spec.steps):
