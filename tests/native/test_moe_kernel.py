@@ -20,8 +20,14 @@ from workloads.kernels.moe import (
     make_moe_kernel,
 )
 from workloads.kernels.moe_dispatch import combine, dispatch
-from workloads.kernels.quantization import dequantize_mxfp4, quantize_fp8_rows, quantize_mxfp4
+from workloads.kernels.quantization import (
+    dequantize_fp8_rows,
+    dequantize_mxfp4,
+    quantize_fp8_rows,
+    quantize_mxfp4,
+)
 from workloads.kernels.routing import route_sigmoid_noaux
+from workloads.kernels.shared_expert import SharedWeights, unfuse_shared
 
 torch.set_num_threads(1)
 
@@ -277,6 +283,58 @@ def test_the_kernel_applies_the_activation_it_is_given(activation: SwigluParamet
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], run(KERNELS[0], raw, *given))
     assert (outputs[0].abs().max() < 0.1) == (activation.limit == 0.05)
+
+
+def shared_expert(seed: int = 7) -> SharedWeights:
+    """In the loaded layout, with scales that differ from group to group."""
+    generator = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(2 * INTERMEDIATE, HIDDEN, generator=generator) * 0.2
+    w2 = torch.randn(HIDDEN, INTERMEDIATE, generator=generator) * 0.1
+    spread = torch.exp2(torch.randint(-3, 3, (INTERMEDIATE, 1), generator=generator).float()).repeat(2, 1)
+    return SharedWeights(*quantize_fp8_rows(w13 * spread), *quantize_fp8_rows(w2))
+
+
+def test_the_shared_expert_is_added_last_and_unweighted() -> None:
+    raw, (x, idx, weights) = raw_experts(), inputs(40)
+    loaded, outputs = shared_expert(), []
+    for kernel in KERNELS:
+        shared = kernel.prepare_shared(SharedWeights(*(tensor.clone() for tensor in loaded)))
+        routed = kernel.prepare(*share(raw, slice(None)))
+        outputs.append(kernel.forward(x, idx, weights, routed, None, EXPERTS, SITU, shared))
+    assert torch.equal(outputs[0], outputs[1])
+    w13, w2 = (dequantize_fp8_rows(*loaded[i : i + 2]).numpy() for i in (0, 2))
+    rows = dequantize_fp8_rows(*quantize_fp8_rows(x)).numpy() @ w13.T
+    gate, up = np.split(torch.from_numpy(rows).to(torch.bfloat16).double().numpy(), 2, axis=1)
+    hidden = 4 * np.tanh(gate / 4) / (1 + np.exp(-gate)) * 25 * np.tanh(up / 25)
+    hidden = dequantize_fp8_rows(*quantize_fp8_rows(torch.from_numpy(hidden))).numpy()
+    own = torch.from_numpy(hidden @ w2.T).to(torch.bfloat16)
+    alone = KERNELS[1].forward(x, torch.full_like(idx, -1), weights, routed, None, EXPERTS, SITU, loaded)
+    assert (
+        alone == own
+    ).double().mean() > 0.999  # numpy's tanh may round an activation to the other FP8 value
+    without = run(KERNELS[0], raw, x, idx, weights)
+    error = (outputs[0].double() - without.double() - own.double()).abs()
+    assert (error <= (outputs[0].double().abs() + without.double().abs()) * 2**-8).all()
+
+
+def test_the_fused_shared_expert_keeps_every_byte_and_its_storage() -> None:
+    kernel, loaded = MegaMoEReference(), shared_expert()
+    fused = kernel.prepare_shared(loaded)
+    for back, wanted in zip(unfuse_shared(fused), loaded, strict=True):
+        assert torch.equal(back.view(torch.uint8), wanted.view(torch.uint8))
+    assert fused.l2_weight.data_ptr() == loaded.l2_weight.data_ptr()
+    assert fused.l1_weight.data_ptr() != loaded.l1_weight.data_ptr()
+    assert fused.l1_scale.stride() == (1, 2 * INTERMEDIATE)
+    gate, up = loaded.l1_weight.view(torch.uint8).chunk(2)
+    rows = fused.l1_weight.view(torch.uint8)
+    for i in (0, 7, 8, INTERMEDIATE - 1):
+        assert torch.equal(rows[16 * (i // 8) + i % 8], gate[i])
+        assert torch.equal(rows[16 * (i // 8) + 8 + i % 8], up[i])
+    places = [tensor.data_ptr() for tensor in fused]
+    other = shared_expert(seed=8)
+    assert [tensor.data_ptr() for tensor in kernel.prepare_shared(other, into=fused)] == places
+    for back, wanted in zip(unfuse_shared(fused), other, strict=True):
+        assert torch.equal(back.view(torch.uint8), wanted.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

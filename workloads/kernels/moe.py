@@ -24,6 +24,7 @@ from workloads.kernels.activations import GatedActivation
 from workloads.kernels.blocks import ROWS
 from workloads.kernels.moe_dispatch import combine, dispatch
 from workloads.kernels.quantization import dequantize_fp8_rows, dequantize_mxfp4, quantize_fp8_rows
+from workloads.kernels.shared_expert import SharedWeights, fuse_shared, shared_rows, unfuse_shared
 
 
 class ExpertWeights(NamedTuple):
@@ -57,6 +58,10 @@ class MoEKernel(Protocol):
         """The inverse of `prepare`: (w13, w13_scale, w2, w2_scale); parts that `prepare` aliased are aliases."""
         ...
 
+    def prepare_shared(self, loaded: SharedWeights, into: SharedWeights | None = None) -> SharedWeights:
+        """Bring the shared expert from the loaded layout into the kernel's; `into` as in `prepare`."""
+        ...
+
     def forward(
         self,
         x: Tensor,
@@ -66,9 +71,11 @@ class MoEKernel(Protocol):
         group: dist.ProcessGroup | None,
         num_experts: int,
         activation: GatedActivation,
+        shared: SharedWeights | None = None,
     ) -> Tensor:
         """x bf16 [T, H], topk_idx int64 [T, K] global ids (-1 masked), topk_weights float32 [T, K] -> bf16 [T, H].
 
+        shared: the expert that every token passes, from `prepare_shared`; it is added after the routed ones.
         Collective over `group` (None: this process holds all `num_experts`); T may be 0 and may differ by rank.
         """
         ...
@@ -104,6 +111,9 @@ class MegaMoEReference:
             layout.unfuse_l2_scale(weights.l2_scale),
         )
 
+    def prepare_shared(self, loaded: SharedWeights, into: SharedWeights | None = None) -> SharedWeights:
+        return fuse_shared(loaded, into)
+
     def forward(
         self,
         x: Tensor,
@@ -113,6 +123,7 @@ class MegaMoEReference:
         group: dist.ProcessGroup | None,
         num_experts: int,
         activation: GatedActivation,
+        shared: SharedWeights | None = None,
     ) -> Tensor:
         def w13(e: int) -> Tensor:
             packed = layout.unfuse_l1_weight(weights.l1_weight[e : e + 1])
@@ -123,7 +134,8 @@ class MegaMoEReference:
             return dequantize_mxfp4(packed, layout.unfuse_l2_scale(weights.l2_scale[e : e + 1])[0])
 
         _check_local_experts(weights, group, num_experts)
-        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation)
+        loaded = None if shared is None else unfuse_shared(shared)
+        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation, loaded)
 
 
 class LoadedLayoutReference:
@@ -144,6 +156,14 @@ class LoadedLayoutReference:
     def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return weights.l1_weight, weights.l1_scale, weights.l2_weight, weights.l2_scale
 
+    def prepare_shared(self, loaded: SharedWeights, into: SharedWeights | None = None) -> SharedWeights:
+        if into is None:
+            return loaded
+        for name, source, target in zip(SharedWeights._fields, loaded, into, strict=True):
+            _check_same_shape(name, source, target)
+            target.copy_(source)
+        return into
+
     def forward(
         self,
         x: Tensor,
@@ -153,6 +173,7 @@ class LoadedLayoutReference:
         group: dist.ProcessGroup | None,
         num_experts: int,
         activation: GatedActivation,
+        shared: SharedWeights | None = None,
     ) -> Tensor:
         def w13(e: int) -> Tensor:
             return dequantize_mxfp4(weights.l1_weight[e], weights.l1_scale[e])
@@ -161,7 +182,7 @@ class LoadedLayoutReference:
             return dequantize_mxfp4(weights.l2_weight[e], weights.l2_scale[e])
 
         _check_local_experts(weights, group, num_experts)
-        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation)
+        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation, shared)
 
 
 def make_moe_kernel(name: str) -> MoEKernel:
@@ -186,8 +207,10 @@ def _forward(
     group: dist.ProcessGroup | None,
     num_experts: int,
     activation: GatedActivation,
+    shared: SharedWeights | None,
 ) -> Tensor:
     """Dispatch, run the local experts that received rows, combine. w13, w2: float64 matrices of a local expert.
+    shared: in the loaded layout.
 
     The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the
     combine would round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
@@ -202,7 +225,8 @@ def _forward(
         hidden = activation(gate, up) * rows.topk_weight[part].to(torch.float64).unsqueeze(-1)
         out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, counts)
         outputs.append(out.to(torch.bfloat16))
-    return combine(torch.cat(outputs), rows.routes)
+    own = None if shared is None else shared_rows(q, scales, shared, activation)
+    return combine(torch.cat(outputs), rows.routes, own)
 
 
 def _tasks(counts: list[int]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:

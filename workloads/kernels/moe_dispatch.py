@@ -78,10 +78,11 @@ def dispatch(
     )
 
 
-def combine(rows: Tensor, routes: Routes) -> Tensor:
+def combine(rows: Tensor, routes: Routes, shared: Tensor | None = None) -> Tensor:
     """Return the expert outputs bf16 [R, H] to their tokens and sum them: bf16 [T, H]; collective over the group.
 
     y = bf16(plain float32 sum over the valid slots, in slot order), as the kernel reduces its combine buffer.
+    shared: bf16 [T, H], the last slot of every token, which has not travelled.
     """
     arrived = torch.empty_like(rows)
     arrived[routes.arrival] = rows
@@ -92,6 +93,8 @@ def combine(rows: Tensor, routes: Routes) -> Tensor:
     total = torch.zeros((routes.tokens, rows.shape[1]), dtype=torch.float32, device=rows.device)
     for slot in range(routes.slots):
         total += slots[:, slot]
+    if shared is not None:
+        total += shared
     return total.to(torch.bfloat16)
 
 
