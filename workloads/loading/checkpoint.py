@@ -61,9 +61,9 @@ class CheckpointReader(Protocol):
     def identity(self) -> str:
         """Stable name of the content: equal for copies of the same files."""
 
-
     def require_unchanged(self) -> None:
         """Refuse files that were written to since the checkpoint was opened."""
+
 
 class SafetensorsCheckpoint:
     """Reader over mapped files. Pages are read when a tensor's values are used, not before."""
@@ -108,18 +108,17 @@ class SafetensorsCheckpoint:
     def identity(self) -> str:
         return self._layout.identity()
 
-    def _map(self, file: str) -> torch.Tensor:
     def require_unchanged(self) -> None:
         for file in self._mapped:
             self._require_unchanged(file)
 
+    def _map(self, file: str) -> torch.Tensor:
         """Bytes of one file, mapped privately: a stray write never reaches the file."""
-        if file not in self._mapped:
         self._require_unchanged(file)
+        if file not in self._mapped:
             path, size = self.folder / file, self._layout.files[file].size
             self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         return self._mapped[file]
-
 
     def _require_unchanged(self, file: str) -> None:
         """Asked before every read: the pages of a file that was cut short cannot be read without a signal."""
@@ -136,6 +135,7 @@ class SafetensorsCheckpoint:
             f"{path}: the file had {opened.size} bytes when the checkpoint was opened and {how}. Do not overwrite a "
             "checkpoint that is in use; write each version into a folder of its own."
         )
+
 
 def open_checkpoint(path: str | Path) -> SafetensorsCheckpoint:
     """Reader of `path`, with `model.safetensors.index.json` or a single `model.safetensors`.

@@ -110,6 +110,9 @@ class PerturbedCheckpoint:
         text = "\n".join([self._base.identity(), self._kind, str(self._seed), self._target])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
+    def require_unchanged(self) -> None:
+        self._base.require_unchanged()
+
     def _elementwise(self, name: str, meta: TensorMeta, region: Region) -> torch.Tensor:
         before = self._base.slice(name, region)
         after = torch.empty(before.shape, dtype=before.dtype)
@@ -118,9 +121,6 @@ class PerturbedCheckpoint:
         step = max(1, BLOCK // max(1, old[:1].nbytes))
         for start in range(
             0, len(old), step
-    def require_unchanged(self) -> None:
-        self._base.require_unchanged()
-
         ):  # blocks that stay in the cache: a fresh page costs more than the change
             rows = slice(start, start + step)
             new[rows] = _changed(name, meta.dtype, old[rows], [first[rows], *others])
