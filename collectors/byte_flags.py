@@ -39,6 +39,26 @@ _SUMMED = {torch.float64, torch.float32, torch.bfloat16}  # float16 overflows: i
 _COMPARED_AT_ONCE = 1 << 20  # bytes
 
 
+def _nan_words(dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    if dtype in _ONE_NAN:
+        return (0 if _ONE_NAN[dtype] == 0xFF else 0x7F7F7F7F, 0x7F7F7F7F, 0x01010101, 0, 0x80808080)
+    bits, largest = _SIGNED_NAN[dtype]
+    magnitude = (1 << bits - 1) - 1
+    ones = 0xFFFFFFFF // ((1 << bits) - 1)  # a one in every value of the word
+    return (0, ones * magnitude, ones * (magnitude - largest), 0xFFFFFFFF, ones << bits - 1)
+
+
+# NaN in any of the values, of at most 32 bits, of a 32-bit word, by (flip, magnitude, carry, either, top): with
+# x = word ^ flip, the top bit of a value stays in ((x & magnitude) + carry) & (x | either) & top where it is NaN. The
+# magnitude plus `carry` reaches the top bit only where it exceeds the largest that is not NaN.
+NAN_WORDS = {
+    dtype: _nan_words(dtype)
+    for dtype in (*_SIGNED_NAN, *_ONE_NAN)
+    if dtype in _ONE_NAN or _SIGNED_NAN[dtype][0] <= 32
+}
+NO_NAN = (0, 0, 0, 0, 0)
+
+
 class NaNTest(NamedTuple):
     """A row has NaN if the extreme of its bits, read as `dtype`, lies beyond `limit`."""
 
@@ -67,9 +87,7 @@ def nan_tests(dtype: torch.dtype) -> list[NaNTest]:
 
 
 def nan_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """bool [n] for uint8 rows [n, k], contiguous, k a multiple of the size of `dtype`, on any device."""
-    if not rows.is_cpu:
-        return nan_rows_by_torch(rows, dtype)
+    """bool [n] for uint8 rows [n, k] on the CPU, contiguous, k a multiple of the size of `dtype`."""
     if _sum_is_finite(rows, dtype):
         return torch.zeros(len(rows), dtype=torch.bool)
     found, array = np.zeros(len(rows), np.bool_), rows.numpy()
@@ -85,32 +103,17 @@ def _sum_is_finite(rows: Tensor, dtype: torch.dtype) -> bool:
     return dtype in _SUMMED and math.isfinite(rows.view(dtype).sum().item())
 
 
-def nan_rows_by_torch(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `nan_rows`, in torch's operations: wider floats by a maximum, which keeps NaN, as torch has none of
-    wide unsigned integers; bytes as integers, as it has none of 8-bit floats."""
-    dtype = _REAL.get(dtype, dtype)
-    if dtype in _ONE_NAN:
-        top = _ONE_NAN[dtype] == 0xFF
-        return rows.amax(1) > 0xFE if top else rows.view(torch.int8).amin(1) < -127
-    bits, largest = _SIGNED_NAN.get(dtype, (0, 0))
-    if bits == 8:
-        return (rows.view(torch.int8).amax(1) > largest) | (rows.amax(1) > largest | 0x80)
-    if bits:
-        return rows.view(dtype).amax(1).isnan()
-    return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-
-
 def constant_rows(rows: Tensor) -> list[int]:
-    """For uint8 rows [n, nbytes], nbytes > 0: the byte that a whole row repeats, or -1.
+    """For uint8 rows [n, nbytes] on the CPU, nbytes > 0: the byte that a whole row repeats, or -1.
 
     A few probes settle most rows; only the others are read whole.
     """
     nbytes = rows.shape[1]
     places = [0, nbytes // 5, nbytes // 3, nbytes // 2, nbytes - 1]
-    if rows.is_cpu and len(rows) == 1:  # most tensors: a list is faster than arrays
+    if len(rows) == 1:  # most tensors: a list is faster than arrays
         row = rows[0].numpy().data
         return [row[0] if all(row[place] == row[0] for place in places) and _repeats(rows[0]) else -1]
-    probes = rows.numpy()[:, places] if rows.is_cpu else rows[:, places].cpu().numpy()
+    probes = rows.numpy()[:, places]
     constant = [-1] * len(rows)
     for i in np.flatnonzero((probes == probes[:, :1]).all(axis=1)).tolist():
         if _repeats(rows[i]):

@@ -1,7 +1,8 @@
 """Cuts tensors into leaves, contiguous runs of logical bytes, and digests each through the sums of its rows.
 
 Contiguous memory is read where it lies. Strided tensors are made contiguous a piece at a time. Small
-leaves wait until enough of equal length are there to be hashed by the same few operations.
+leaves wait until enough of equal length are there to be hashed by the same few operations. Those on a GPU all wait
+for `collectors.device_sums`, whose kernels read them wherever they lie.
 """
 
 import ctypes
@@ -15,15 +16,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from collectors.byte_flags import constant_rows
-from collectors.row_sums import ROW_BYTES, SUM_BYTES, row_sums
+from collectors.device_sums import DeviceSums
+from collectors.row_sums import GROUP, GROUP_BYTES, MOST_BYTES, ROW_BYTES, SUM_BYTES, SUMS, fold, row_sums
 
 _SMALL = 32 << 10  # bytes of a leaf that is hashed together with others
 _GROUP = 512 << 10  # bytes of small leaves hashed together
 _PIECE = 4 << 20  # bytes made contiguous or padded at a time; a multiple of ROW_BYTES
 _SUMS_AT_ONCE = 4 << 20  # bytes of sums, of 256 MiB of leaves
 _PIECE_ON_DEVICE = 256 << 20  # launches cost more there than memory does
-_MOST_ROWS = 64  # of one leaf; sums of more are hashed again, so that a device returns little
-_Group = tuple[torch.device, torch.dtype, int]  # of small leaves: device, dtype, bytes of each
+_Group = tuple[torch.dtype, int]  # of small leaves: dtype, bytes of each
 EMPTY = hashlib.sha256((0).to_bytes(8, "little")).digest()[:16]
 
 
@@ -39,10 +40,9 @@ class Leaves:
         self.constants: list[int] = []
         self._flags = flags
         self._waiting: dict[_Group, list[tuple[int, Tensor]]] = {}
-        self._sums: dict[
-            tuple[torch.device, int], list[tuple[Sequence[int], Tensor]]
-        ] = {}  # by bytes of a leaf
+        self._sums: dict[int, list[tuple[Sequence[int], Tensor]]] = {}  # by bytes of a leaf
         self._sum_bytes = 0
+        self._devices: dict[torch.device, DeviceSums] = {}
 
     def add(self, tensor: Tensor, slices: int) -> int:
         """Leaves for the `slices` leading slices of `tensor`, or with 0 one for the whole; returns the first's
@@ -54,7 +54,9 @@ class Leaves:
         nbytes = tensor.nbytes // count
         if nbytes == 0:
             return first
-        if not slices and nbytes <= _SMALL and _is_plain(tensor):
+        if on_device(tensor) and _is_plain(tensor):
+            self._device(tensor).add(range(first, first + count), tensor, nbytes, copied=False)
+        elif not slices and nbytes <= _SMALL and _is_plain(tensor):
             self._wait(first, tensor, nbytes)
         elif _is_plain(tensor):
             self._contiguous(range(first, first + count), octets(tensor).view(count, nbytes), tensor.dtype)
@@ -66,20 +68,29 @@ class Leaves:
         for group in list(self._waiting):
             self._flush(group)
         self._digest()
+        for device in self._devices.values():
+            for leaf, sums, nbytes, nan, constant in device.results():
+                self.digests[leaf], self.nan[leaf], self.constants[leaf] = (
+                    _digest(sums, nbytes),
+                    nan,
+                    constant,
+                )
+
+    def _device(self, tensor: Tensor) -> DeviceSums:
+        if tensor.device not in self._devices:
+            self._devices[tensor.device] = DeviceSums(tensor.device, self._flags)
+        return self._devices[tensor.device]
 
     def _wait(self, leaf: int, tensor: Tensor, nbytes: int) -> None:
-        group = (tensor.device, tensor.dtype, nbytes)
+        group = (tensor.dtype, nbytes)
         waiting = self._waiting.setdefault(group, [])
         waiting.append((leaf, tensor))
-        if len(waiting) * _padded(nbytes) >= (_GROUP if tensor.is_cpu else _PIECE_ON_DEVICE):
+        if len(waiting) * _padded(nbytes) >= _GROUP:
             self._flush(group)
 
     def _flush(self, group: _Group) -> None:
-        device, dtype, nbytes = group
+        dtype, nbytes = group
         leaves, tensors = zip(*self._waiting.pop(group), strict=True)
-        if device.type != "cpu":
-            self._contiguous(leaves, torch.stack([octets(tensor) for tensor in tensors]), dtype)
-            return
         padded = torch.zeros((len(tensors), _padded(nbytes)), dtype=torch.uint8)
         address, width = padded.data_ptr(), padded.shape[1]
         for tensor in tensors:  # a tenth of the time of views and copy_
@@ -92,14 +103,22 @@ class Leaves:
         step = piece // nbytes
         if step == 0:  # a slice exceeds the bound
             for leaf, part in zip(leaves, slices, strict=True):
-                self._leaf(leaf, _at_row_ends(_contiguous_pieces(part, piece)), part.dtype, nbytes)
+                pieces = _contiguous_pieces(part, piece)
+                if on_device(part):
+                    whole = _cut_at(GROUP_BYTES, pieces)
+                    self._device(part).add_pieces(leaf, whole, part.dtype, nbytes)
+                else:
+                    self._leaf(leaf, _cut_at(ROW_BYTES, pieces), part.dtype, nbytes)
         for start in range(0, len(leaves), step) if step else ():
-            part = octets(_materialize(slices[start : start + step])).view(-1, nbytes)
-            self._contiguous(leaves[start : start + step], part, slices.dtype)
+            part = _materialize(slices[start : start + step])
+            if on_device(part):
+                self._device(part).add(leaves[start : start + step], part, nbytes, copied=True)
+            else:
+                self._contiguous(leaves[start : start + step], octets(part).view(-1, nbytes), part.dtype)
 
     def _contiguous(self, leaves: Sequence[int], octets_: Tensor, dtype: torch.dtype) -> None:
         """`leaves` are the rows of uint8 [n, nbytes]."""
-        nbytes, piece = octets_.shape[1], _piece(octets_)
+        nbytes, piece = octets_.shape[1], _PIECE
         missing = -nbytes % ROW_BYTES
         if missing and (len(leaves) == 1 or nbytes > piece):
             for leaf, row in zip(leaves, octets_, strict=True):
@@ -139,13 +158,13 @@ class Leaves:
 
     def _summed(self, leaves: Sequence[int], sums: Tensor, nbytes: int) -> None:
         """Keeps sums until there are many: their digests between products would cost the threads' time."""
-        self._sums.setdefault((sums.device, nbytes), []).append((leaves, sums))
+        self._sums.setdefault(nbytes, []).append((leaves, sums))
         self._sum_bytes += sums.nbytes
         if self._sum_bytes >= _SUMS_AT_ONCE:
             self._digest()
 
     def _digest(self) -> None:
-        for (_, nbytes), waiting in self._sums.items():
+        for nbytes, waiting in self._sums.items():
             digests = _digests(_joined([sums for _, sums in waiting]), nbytes)
             for leaf, digest in zip(
                 chain.from_iterable(leaves for leaves, _ in waiting), digests, strict=True
@@ -153,6 +172,11 @@ class Leaves:
                 self.digests[leaf] = digest
         self._sums.clear()
         self._sum_bytes = 0
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether the kernels read it."""
+    return not tensor.is_cpu
 
 
 def octets(tensor: Tensor) -> Tensor:
@@ -163,30 +187,32 @@ def octets(tensor: Tensor) -> Tensor:
 def _digests(sums: Tensor, nbytes: int) -> list[bytes]:
     """16 bytes for each of n leaves of nbytes from their sums in order, little-endian: uint8 [n, k]."""
     level = 0
-    while sums.shape[1] > _MOST_ROWS * SUM_BYTES:
+    while sums.shape[1] > MOST_BYTES:
+        groups = _whole(sums, GROUP * SUM_BYTES).view(torch.int32).view(len(sums), -1, SUMS)
+        sums = fold(groups, level).view(torch.uint8).view(len(sums), -1)
+        if sums.shape[1] <= MOST_BYTES:
+            break
         level += 1
-        rows = _whole_rows(sums).view(-1, ROW_BYTES)
+        rows = _whole(sums, ROW_BYTES).view(-1, ROW_BYTES)
         sums = row_sums(rows, level)[0].view(torch.uint8).view(len(sums), -1)
-    data, width = sums.cpu().numpy().tobytes(), sums.shape[1]
-    length = nbytes.to_bytes(8, "little")
-    return [hashlib.sha256(data[i : i + width] + length).digest()[:16] for i in range(0, len(data), width)]
+    data, width = sums.numpy().tobytes(), sums.shape[1]
+    return [_digest(data[i : i + width], nbytes) for i in range(0, len(data), width)]
+
+
+def _digest(sums: bytes, nbytes: int) -> bytes:
+    """16 bytes, of a leaf of nbytes with these last sums."""
+    return hashlib.sha256(sums + nbytes.to_bytes(8, "little")).digest()[:16]
 
 
 def _joined(sums: Sequence[Tensor]) -> Tensor:
     """Of uint8 [n, k] each, in order. One thread does this sooner than several can be woken for it."""
-    if len(sums) == 1:
-        return sums[0]
-    if sums[0].is_cpu:
-        return torch.from_numpy(np.concatenate([part.numpy() for part in sums]))
-    return torch.cat(list(sums))
+    return sums[0] if len(sums) == 1 else torch.from_numpy(np.concatenate([part.numpy() for part in sums]))
 
 
-def _whole_rows(sums: Tensor) -> Tensor:
-    """uint8 [n, k] with zeros behind, k a multiple of ROW_BYTES."""
-    missing = -sums.shape[1] % ROW_BYTES
-    if sums.is_cpu and missing:
-        return torch.from_numpy(np.pad(sums.numpy(), ((0, 0), (0, missing))))
-    return pad(sums, (0, missing))
+def _whole(sums: Tensor, unit: int) -> Tensor:
+    """uint8 [n, k] with zeros behind, k a multiple of `unit`."""
+    missing = -sums.shape[1] % unit
+    return torch.from_numpy(np.pad(sums.numpy(), ((0, 0), (0, missing)))) if missing else sums
 
 
 def _padded(nbytes: int) -> int:
@@ -194,7 +220,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _piece(tensor: Tensor) -> int:
-    return _PIECE if tensor.is_cpu else _PIECE_ON_DEVICE
+    return _PIECE_ON_DEVICE if on_device(tensor) else _PIECE
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -222,12 +248,12 @@ def _contiguous_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:
             yield octets(_materialize(part))
 
 
-def _at_row_ends(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The same bytes, cut at multiples of ROW_BYTES."""
+def _cut_at(unit: int, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The same bytes, cut at multiples of `unit`."""
     rest: Tensor | None = None
     for piece in pieces:
         data = piece if rest is None else torch.cat([rest, piece])
-        whole = len(data) // ROW_BYTES * ROW_BYTES
+        whole = len(data) // unit * unit
         if whole:
             yield data[:whole]
         rest = data[whole:].clone() if whole < len(data) else None

@@ -2,12 +2,16 @@
 
 A row is ROW_BYTES bytes, read as int8. Its sums are the exact products with the 16 columns of a fixed key
 matrix, int32: at most 4096 * 128 * 64 = 2^25, so nothing overflows, and a kernel of any launch shape, on any
-device, in any order of summation, gives the same bits.
+device, in any order of summation, gives the same bits. The sums of 64 rows can be folded: each column's are
+multiplied by fixed odd factors and added modulo 2^64, so that a device need not store them.
 
 Why it is enough: for two different rows and keys drawn at random, one column agrees with probability at most
-1/128 (whatever the other 4095 keys, one difference times its key can fill the gap for one value at most),
-so all 16 agree with at most 2^-112. Keys are 7-bit, [-64, 63], because integer matrix products saturate 16-bit
-pairs of wider factors on processors without VNNI instructions, and would give other bits there.
+1/128 (whatever the other 4095 keys, one difference times its key can fill the gap for one value at most).
+Folded, a column whose sums differ agrees for a single row never, its factor being odd, and for more with at most
+2^-37: a difference is below 2^27, so it has at most 26 factors of two, and one factor in 2^(63 - 26) can fill the
+gap. So all 16 agree with at most (2^-7 + 2^-37)^16, about 2^-112. Keys are 7-bit, [-64, 63], because integer matrix
+products saturate 16-bit pairs of wider factors on processors without VNNI instructions, and would give other bits
+there.
 """
 
 from functools import lru_cache
@@ -23,8 +27,11 @@ SUMS = 16
 SUM_BYTES = 4 * SUMS  # of one row
 _ROWS_AT_ONCE = 256  # 1 MiB: stays in the L2 cache between the product and the search for NaN
 _ROWS_AT_ONCE_OF_THREADS = 2048  # 8 MiB: they wait for each other after each product, which costs more
-_ROWS_AT_ONCE_ON_DEVICE = 65536  # 256 MiB
-_MINIMUM_ON_DEVICE = 32  # cuBLASLt refuses integer products of 16 rows and fewer
+GROUP = 64  # rows whose sums are added up where a leaf has more
+GROUP_BYTES = GROUP * ROW_BYTES
+FOLD_BYTES = 8 * SUMS  # of one group's sums
+MOST_BYTES = 4096  # of one leaf's last sums; more are hashed again, so that a device returns little
+_FOLD_SEED = 0x666F6C6473
 _SEED = 0x7265666974737461
 
 
@@ -39,26 +46,41 @@ def splitmix64(seed: int, count: int) -> Array:
 
 @lru_cache(maxsize=32)
 def keys(level: int, device: torch.device) -> Tensor:
-    """int8 [ROW_BYTES, SUMS] in [-64, 63], column by column in memory, which cuBLASLt reads seven times as fast:
+    """int8 [ROW_BYTES, SUMS] in [-64, 63], column by column in memory, as the tensor cores of a GPU read them:
     the upper seven bits of successive bytes, little-endian, of the generator seeded with _SEED + level. Every
     level has keys of its own, independent of what it hashes."""
     octets = splitmix64(_SEED + level, ROW_BYTES * SUMS // 8).astype("<u8").view(np.uint8)
     columns = (octets >> 1).astype(np.int8) - np.int8(64)
-    return torch.from_numpy(columns.reshape(SUMS, ROW_BYTES)).to(device).t()
+    # Copied, as memory of torch is aligned: a device counts addresses from here.
+    return torch.from_numpy(columns.reshape(SUMS, ROW_BYTES)).to(device, copy=True).t()
+
+
+@lru_cache(maxsize=32)
+def factors(level: int, device: torch.device) -> Tensor:
+    """int64 [GROUP, SUMS], odd: what the generator seeded with _FOLD_SEED + level gives, with the lowest bit set."""
+    words = splitmix64(_FOLD_SEED + level, GROUP * SUMS) | np.uint64(1)
+    return torch.from_numpy(words.view(np.int64).reshape(GROUP, SUMS)).to(device)
+
+
+def fold(sums: Tensor, level: int) -> Tensor:
+    """int64 [n, k, SUMS] of int32 [n, k * GROUP, SUMS] on the CPU: of every group the sum of the rows' sums times
+    `factors`, modulo 2^64."""
+    groups = sums.view(len(sums), -1, GROUP, SUMS).numpy().astype(np.int64)
+    return torch.from_numpy(np.einsum("ngrc,rc->ngc", groups, factors(level, sums.device).numpy()))
 
 
 def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """int32 [n, SUMS] for uint8 rows [n, ROW_BYTES], and bool [n]: which rows hold a NaN of `dtype`."""
+    """int32 [n, SUMS] for uint8 rows [n, ROW_BYTES] on the CPU, and bool [n]: which rows hold a NaN of `dtype`."""
     signed = rows.view(torch.int8)
     key = keys(level, rows.device)
-    step = _rows_at_once(rows.is_cpu)
+    step = _ROWS_AT_ONCE if torch.get_num_threads() == 1 else _ROWS_AT_ONCE_OF_THREADS
     if 0 < len(rows) <= step:
-        return _product(signed, key), _nan(rows, dtype)
+        return torch._int_mm(signed, key), _nan(rows, dtype)
     sums = torch.empty((len(rows), SUMS), dtype=torch.int32, device=rows.device)
     nan = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
     for start in range(0, len(rows), step):
         part = slice(start, min(start + step, len(rows)))
-        sums[part] = _product(signed[part], key)
+        sums[part] = torch._int_mm(signed[part], key)
         nan[part] = _nan(rows[part], dtype)
     return sums, nan
 
@@ -67,16 +89,3 @@ def _nan(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
     if dtype is None:
         return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     return nan_rows(rows, dtype)
-
-
-def _rows_at_once(is_cpu: bool) -> int:
-    if is_cpu:
-        return _ROWS_AT_ONCE if torch.get_num_threads() == 1 else _ROWS_AT_ONCE_OF_THREADS
-    return _ROWS_AT_ONCE_ON_DEVICE
-
-
-def _product(rows: Tensor, key: Tensor) -> Tensor:
-    missing = _MINIMUM_ON_DEVICE - len(rows)
-    if rows.is_cpu or missing <= 0:
-        return torch._int_mm(rows, key)
-    return torch._int_mm(torch.nn.functional.pad(rows, (0, 0, 0, missing)), key)[: len(rows)]

@@ -24,3 +24,11 @@ def run_ranks(tmp_path: Path) -> Iterator[RanksRunner]:
     ranks = ForkedRanks(tmp_path)
     yield ranks.run
     ranks.end()
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels run in Triton's interpreter, on memory of the CPU."""
+    if torch.cuda.is_available():
+        pytest.skip("Triton compiles kernels here, and tests/gpu runs them: a process cannot do both")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
