@@ -184,7 +184,7 @@ def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:
 
 def _is_scale(key: _Key, slice_: Tensor) -> bool:
     """Whether a slice is E8M0 exponents, which a careless copy converts as numbers."""
-    return key[0].endswith("weight_scale") and slice_.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    return key[0].endswith(("weight_scale", "_scales")) and slice_.dtype in (torch.uint8, torch.float8_e8m0fnu)
 
 
 def numeric_cast(scales: Tensor) -> Tensor:

@@ -92,7 +92,8 @@ def _weights(root: Root, experts: Experts | None) -> list[Part]:
     whole = _components(root.model.architecture, dimensions_of(root), 1, layout.ep)
     basis = {name: _split(nbytes, whole[name], layout.tp) for name, nbytes in by_component.items()}
     if experts is not None:
-        basis["routed_experts"] = f"{experts.count // layout.ep} of {experts.count} experts a layer"
+        divided = f", split over TP{layout.tp}" if experts.blocks and layout.ep == 1 < layout.tp else ""
+        basis["routed_experts"] = f"{experts.count // layout.ep} of {experts.count} experts a layer{divided}"
     return [
         Part(names.get(name, name), "weights", nbytes, basis[name])
         for name, nbytes in sorted(by_component.items(), key=lambda item: -item[1])
@@ -122,6 +123,8 @@ def _expert_tensors(experts: Experts, layout: Parallelism, backend: Backend) -> 
 
 
 def _expert_padding(experts: Experts, layout: Parallelism, backend: Backend) -> list[Part]:
+    if experts.padding is not None:
+        return [experts.padding(layout.tp, layout.ep)]
     inner, padded = experts.intermediate, padded_intermediate(experts, backend)
     if padded == inner:
         return []

@@ -1,6 +1,7 @@
 """Rules of the models that the native engine runs, whose dimensions and kernels are this project's own."""
 
 from collections.abc import Callable
+from math import ceil
 
 from orchestrator import memory
 from orchestrator.memory import dimensions_of
@@ -8,6 +9,7 @@ from orchestrator.rule_parts import Problems, at_least, divides
 from orchestrator.schema import Root
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import model_plan, tensor_table
+from workloads.models.planning import Experts
 
 MAX_PER_TOKEN = 32  # experts that MegaMoE dispatches a token to
 
@@ -38,6 +40,19 @@ def _layout(root: Root) -> Problems:
     if experts is not None:
         key = f"{_key(root, experts.keys['count'])} {experts.count}"
         yield from divides("parallelism.ep", p.ep, key, experts.count)
+        yield from _blocks(root, experts)
+
+
+def _blocks(root: Root, experts: Experts) -> Problems:
+    """Ranks that share an expert take whole blocks of it, and each must have one."""
+    tp, blocks = root.parallelism.tp, experts.blocks
+    if blocks is None or root.parallelism.ep > 1 or tp < 2 or (tp - 1) * ceil(blocks / tp) < blocks:
+        return
+    key = f"{_key(root, experts.keys['intermediate'])} {experts.intermediate}"
+    yield (
+        f"parallelism.tp is {tp} and parallelism.ep is 1: {key} is {blocks} blocks that share a scale, of which the "
+        "last rank would have none; lower tp, or use expert parallelism."
+    )
 
 
 def _dimensions(root: Root) -> Problems:

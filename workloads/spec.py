@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.models.architectures import ARCHITECTURES
+from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 
 
@@ -38,6 +39,7 @@ class Model:
     architecture: str = "kimi_k3"  # transformers, or one of workloads.models.architectures
     size: str = "proxy"  # proxy | full
     tokenizer: str = "byte"  # byte | checkpoint
+    gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
     transformers: dict[str, Any] = field(default_factory=dict)
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_finite",
     "check_region",
     "is_e8m0",
+    "is_packed_fp4",
     "open_checkpoint",
     "raw_bytes",
     "validate",
@@ -153,8 +154,14 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_e8m0(name: str, dtype: str) -> bool:
-    """Whether a tensor holds exponent bytes; MXFP4 checkpoints store them as plain U8 `weight_scale`."""
-    return dtype == "F8_E8M0" or (dtype == "U8" and name.endswith("weight_scale"))
+    """Whether a tensor holds exponent bytes; MXFP4 checkpoints store them as plain U8 `weight_scale` or `_scales`."""
+    return dtype == "F8_E8M0" or (dtype == "U8" and name.endswith(("weight_scale", "_scales")))
+
+
+def is_packed_fp4(name: str, dtype: str) -> bool:
+    """Whether a tensor holds two E2M1 codes a byte: `weight_packed` of compressed-tensors, `_blocks` of gpt-oss,
+    `weight` of Quark and ModelOpt."""
+    return dtype == "U8" and name.endswith(("weight_packed", "_blocks", ".weight"))
 
 
 def check_region(name: str, meta: TensorMeta, region: Region) -> None:

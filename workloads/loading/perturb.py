@@ -17,6 +17,7 @@ from workloads.loading.checkpoint import (
     CheckpointReader,
     check_region,
     is_e8m0,
+    is_packed_fp4,
     open_checkpoint,
     raw_bytes,
     whole,
@@ -91,7 +92,8 @@ class PerturbedCheckpoint:
             case "scales_only":
                 return is_e8m0(name, self.meta(name).dtype)
             case _:
-                mxfp4 = name.endswith("weight_packed") or is_e8m0(name, self.meta(name).dtype)
+                dtype = self.meta(name).dtype
+                mxfp4 = is_packed_fp4(name, dtype) or is_e8m0(name, dtype)
                 return mxfp4 and _EXPERT.search(name) is not None
 
     def get(self, name: str) -> torch.Tensor:
@@ -187,9 +189,7 @@ def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.
         return stepped.to(torch.uint8).view(before.dtype)
     if dtype in ("F8_E4M3", "F8_E5M2"):
         return _changed_fp8(dtype, before, _combined(noise, before))
-    if dtype == "U8" and name.endswith(
-        "weight_packed"
-    ):  # bit 0 of both nibbles, bit 1 of some: all codes are valid
+    if is_packed_fp4(name, dtype):  # bit 0 of both nibbles, bit 1 of some: all codes are valid
         integers, fixed, free, shift = torch.uint8, 0x11, 0x22, 0
     elif before.dtype in _MANTISSA:
         fixed, free, (integers, shift) = 1, 6, _MANTISSA[before.dtype]

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from workloads.kernels.quantization import quantize_mxfp4
+from workloads.kernels.quantization import BLOCK, quantize_mxfp4
 
 Pieces = dict[str, torch.Tensor]  # by the piece's name in the table
 
@@ -15,5 +15,11 @@ def _mxfp4(matrix: torch.Tensor) -> Pieces:
     return {"weight": packed, "scale": scales}
 
 
+def _mxfp4_blocks(matrix: torch.Tensor) -> Pieces:
+    """As `mxfp4`, with the weight as gpt-oss stores it: uint8 [..., rows, columns/32, 16]."""
+    pieces = _mxfp4(matrix)
+    return {**pieces, "weight": torch.unflatten(pieces["weight"], -1, (-1, BLOCK // 2))}
+
+
 # Each takes float32 [..., rows, columns].
-FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {"mxfp4": _mxfp4}
+FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {"mxfp4": _mxfp4, "mxfp4_blocks": _mxfp4_blocks}

@@ -18,10 +18,12 @@ MXFP4_GROUP = 32  # values that share one E8M0 scale byte, along the input dimen
 class Shard:
     """How ranks divide a tensor: `replicated`, `tensor` and `vocab` (dimension `dim` over the TP group), or
     `expert` (whole tensors, contiguous expert ids over the EP group; of a tensor that stacks all experts, dimension
-    `dim`)."""
+    `dim`). tensor_dim: dimension of an expert's tensor that the TP group divides where there is no expert parallelism;
+    None: every rank then holds it whole."""
 
     kind: str
     dim: int = 0
+    tensor_dim: int | None = None
 
 
 REPLICATED = Shard("replicated")
@@ -128,12 +130,18 @@ def counted(sections: Iterable[Section]) -> Iterator[tuple[TensorSpec, int]]:
 
 def local_bytes(spec: TensorSpec, copies: int, tp: int, ep: int) -> int:
     """Bytes of `copies` such tensors that one rank holds. Uneven splits count as the largest share."""
-    if spec.shard.kind == "expert" and copies > 1:
-        return spec.nbytes * -(-copies // ep)
-    if spec.shard.kind == "replicated":
+    shard = spec.shard
+    if shard.kind == "replicated":
         return spec.nbytes * copies
-    ranks = ep if spec.shard.kind == "expert" else tp
-    stored = spec.shape[spec.shard.dim]
+    dim, ranks = shard.dim, tp
+    if shard.kind == "expert":
+        if ep == 1 and shard.tensor_dim is not None:
+            dim = shard.tensor_dim
+        elif copies > 1:
+            return spec.nbytes * -(-copies // ep)
+        else:
+            ranks = ep
+    stored = spec.shape[dim]
     read = stored if spec.read is None else spec.read
     return spec.nbytes // stored * -(-read // ranks) * copies
 

@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 from workloads.loading.tensor_table import Section
+from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.planning import Experts, Load, Part
 
-ARCHITECTURES: dict[str, type] = {"kimi_k3": KimiK3Config}
+ARCHITECTURES: dict[str, type] = {"gpt_oss": GptOssConfig, "kimi_k3": KimiK3Config}
 
 
 class TensorTable(Protocol):

@@ -1,5 +1,6 @@
 """What a family of models tells the planner, without torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -19,6 +20,8 @@ class Experts:
 
     count: in a layer. per_token: chosen for a token. layers: that have experts. hidden, intermediate: width of the
     expert's input and between its two matrices. quantization: of the weights: mxfp4 | nvfp4 | fp8 | bf16.
+    blocks: into which TP ranks divide the intermediate size where there is no expert parallelism; None: they do not.
+    padding: what the family's own kernel adds on one rank, by tp and ep; None: only MegaMoE pads.
     """
 
     count: int
@@ -28,6 +31,8 @@ class Experts:
     intermediate: int
     quantization: str
     keys: dict[str, str]
+    blocks: int | None = None
+    padding: Callable[[int, int], Part] | None = None
 
 
 @dataclass(frozen=True)
