@@ -1,6 +1,7 @@
 """Sums of rows on a GPU: tables of many leaves, a few launches for all of them, nothing read back until the end."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -136,26 +137,27 @@ class DeviceSums:
         from collectors.row_sums_kernel import row_sums_kernel
 
         key = keys(level, self._device)
-        for table in tables(rows, key.data_ptr(), BLOCK):
-            row_sums_kernel[(len(table.kinds),)](
-                _uploaded(table.columns, self._device),
-                table.columns.shape[1],
-                _uploaded(table.kinds, self._device),
-                _nan_table(self._device),
-                key,
-                factors(level, self._device),
-                _repeated(self._device),
-                flags,
-                ROWS=table.rows,
-                ALIGN=table.align,
-                FOLD=table.rows == GROUP,
-                FLAGS=self._flags and flags is not None,
-                PACKED=table.align == ALIGNMENT and isinstance(row_sums_kernel, JITFunction),
-                BLOCK=BLOCK,
-                STEP=STEP,
-                STAGES=STAGES,
-                num_warps=WARPS,
-            )
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            for table in tables(rows, key.data_ptr(), BLOCK):
+                row_sums_kernel[(len(table.kinds),)](
+                    _uploaded(table.columns, self._device),
+                    table.columns.shape[1],
+                    _uploaded(table.kinds, self._device),
+                    _nan_table(self._device),
+                    key,
+                    factors(level, self._device),
+                    _repeated(self._device),
+                    flags,
+                    ROWS=table.rows,
+                    ALIGN=table.align,
+                    FOLD=table.rows == GROUP,
+                    FLAGS=self._flags and flags is not None,
+                    PACKED=table.align == ALIGNMENT and isinstance(row_sums_kernel, JITFunction),
+                    BLOCK=BLOCK,
+                    STEP=STEP,
+                    STAGES=STAGES,
+                    num_warps=WARPS,
+                )
 
 
 class _Sums(NamedTuple):

@@ -13,6 +13,7 @@ ALLOWED = {"torch", "numpy", "safetensors", "workloads", "collectors"}
 WHERE_USED = {"triton", "deep_gemm", "ray", "vllm", "tokenizers"}  # inside functions only
 TRITON_MODULES = {  # Triton's compiler wants it at the top: these modules are themselves imported where used
     "collectors.row_sums_kernel",
+    "workloads.kernels.regions_kernel",
 }
 CONTROL_PACKAGES = {
     "hydra",
