@@ -92,7 +92,7 @@ def _weights(root: Root, experts: Experts | None) -> list[Part]:
     whole = _components(root.model.architecture, dimensions_of(root), 1, layout.ep)
     basis = {name: _split(nbytes, whole[name], layout.tp) for name, nbytes in by_component.items()}
     if experts is not None:
-        divided = f", split over TP{layout.tp}" if experts.blocks and layout.ep == 1 < layout.tp else ""
+        divided = f", split over TP{layout.tp}" if experts.padding and layout.ep == 1 < layout.tp else ""
         basis["routed_experts"] = f"{experts.count // layout.ep} of {experts.count} experts a layer{divided}"
     return [
         Part(names.get(name, name), "weights", nbytes, basis[name])

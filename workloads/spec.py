@@ -12,6 +12,7 @@ from typing import Any
 from workloads.models.architectures import ARCHITECTURES
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.qwen3.config import Qwen3Config
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Model:
     tokenizer: str = "byte"  # byte | checkpoint
     gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
+    qwen3: Qwen3Config = field(default_factory=Qwen3Config)
     transformers: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from workloads.kernels.quantization import (
     quantize_nvfp4_blocks,
 )
 from workloads.kernels.scale_layout import is_mn_major, swizzle, to_mn_major, unswizzle
-from workloads.kernels.scaled_linear import fp8_linear_partial, nvfp4_linear_partial
+from workloads.kernels.scaled_linear import fp8_tiles_linear_partial, nvfp4_linear_partial
 
 torch.set_num_threads(1)
 
@@ -174,7 +174,7 @@ def test_fp8_linear_is_the_product_of_the_decoded_tensors() -> None:
     torch.manual_seed(3)
     x, w = torch.randn(300, 256).to(torch.bfloat16), torch.randn(384, 256)
     weight, scales = quantize_fp8_tiles(w)
-    got = fp8_linear_partial(x, weight, to_mn_major(scales))
+    got = fp8_tiles_linear_partial(x, weight, to_mn_major(scales))
     q, x_scales = quantize_fp8_groups(x)
     wide_x = q.double() * x_scales.double().repeat_interleave(128, 1)
     wide_w = weight.double() * scales.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
@@ -186,7 +186,7 @@ def test_fp8_linear_is_the_product_of_the_decoded_tensors() -> None:
 def test_fp8_linear_refuses_scales_in_the_checkpoints_layout() -> None:
     weight, scales = quantize_fp8_tiles(torch.randn(256, 256))
     with pytest.raises(ValueError, match=r"strides \(2, 1\), as a checkpoint lays them out.*post-process"):
-        fp8_linear_partial(torch.randn(1, 256).to(torch.bfloat16), weight, scales)
+        fp8_tiles_linear_partial(torch.randn(1, 256).to(torch.bfloat16), weight, scales)
 
 
 def test_nvfp4_linear_is_the_product_of_the_decoded_tensors() -> None:
@@ -207,6 +207,6 @@ def test_products_do_not_depend_on_the_rows_beside_them() -> None:
     x = torch.randn(600, 128).to(torch.bfloat16)
     weight, scales = quantize_fp8_tiles(torch.randn(128, 128))
     packed = to_mn_major(scales)
-    whole = fp8_linear_partial(x, weight, packed)
-    some = fp8_linear_partial(x[299:301], weight, packed)
+    whole = fp8_tiles_linear_partial(x, weight, packed)
+    some = fp8_tiles_linear_partial(x[299:301], weight, packed)
     assert torch.equal(round_to_bf16(whole[299:301]), round_to_bf16(some))

@@ -196,6 +196,23 @@ def test_fp8_codes_change_and_never_become_nan(tmp_path: Path, dtype: torch.dtyp
     assert (after.view(torch.uint8) >> 7 == codes >> 7).all()
 
 
+def test_block_scales_in_e4m3_never_become_zero_or_nan(tmp_path: Path) -> None:
+    codes = torch.arange(1, 0x7F, dtype=torch.uint8).repeat(8, 1)
+    after = _single(tmp_path, codes.view(torch.float8_e4m3fn), "w1.weight_scale").get("w1.weight_scale")
+    assert (after.float() > 0).all()
+    assert after.float().isfinite().all()
+    assert (after.view(torch.uint8) != codes).all()
+
+
+@pytest.mark.parametrize("leaf", ["weight_scale", "weight_scale_inv", "weight_scale_2", "input_scale"])
+def test_scales_that_are_numbers_are_scales_too(tmp_path: Path, leaf: str) -> None:
+    names = {f"w1.{leaf}": torch.tensor(0.5), "w1.weight": torch.ones(2)}
+    save_file(names, tmp_path / "model.safetensors")
+    view = PerturbedCheckpoint(open_checkpoint(tmp_path), "scales_only", 1)
+    assert view.get(f"w1.{leaf}") not in (0.0, 0.5)
+    assert torch.equal(view.get("w1.weight"), torch.ones(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_floats_stay_finite_and_zeros_change_too(tmp_path: Path, dtype: torch.dtype) -> None:
     top = torch.finfo(dtype).max
@@ -244,7 +261,7 @@ def test_unknown_kind(folder: Path) -> None:
     ("kind", "message"),
     [
         ("one_tensor", r"needs a tensor named 'y' \(perturbation_target\), and this checkpoint has none"),
-        ("scales_only", "needs E8M0 scales, and this checkpoint has none"),
+        ("scales_only", "needs scales of quantised weights, and this checkpoint has none"),
         ("expert_tagged", "needs packed MXFP4 experts, and this checkpoint has none"),
     ],
 )

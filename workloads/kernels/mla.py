@@ -48,13 +48,11 @@ def mla_expanded(
     out = torch.empty(tokens, heads, expanded.shape[-1] - nope, dtype=torch.bfloat16, device=q.device)
     for head in range(heads):
         keys = torch.cat([expanded[:, head, :nope], shared], dim=1)
-        out[:, head] = causal_attention(queries[:, head], keys, expanded[:, head, nope:], start)
+        out[:, head] = _causal(queries[:, head], keys, expanded[:, head, nope:], start)
     return out
 
 
-def causal_attention(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int
-) -> torch.Tensor:
+def _causal(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int) -> torch.Tensor:
     """One head: queries float64 [T,D] at positions start..start+T-1, keys [S,D], values [S,V] -> BF16 [T,V].
 
     A block of queries at a time, which sees the keys up to its own end; the scores of a block stay in the cache.

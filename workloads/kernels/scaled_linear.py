@@ -19,7 +19,7 @@ from workloads.kernels.quantization import (
 from workloads.kernels.scale_layout import is_mn_major, unswizzle
 
 
-def fp8_linear_partial(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
+def fp8_tiles_linear_partial(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
     """x BF16 [T, K] times weight float8_e4m3fn [N, K] transposed -> float64 [T, N].
 
     x is quantised per token and 128 columns. scales: float32 [N/128, K/128], MN-major. ValueError when they are not,

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from math import prod, sqrt
@@ -15,8 +16,9 @@ import torch
 from workloads.loading.checkpoint import TORCH_DTYPES
 from workloads.loading.quantized import FORMATS, Pieces
 from workloads.loading.shards import TensorMeta
-from workloads.loading.streams import float_tensor, normal, uniform
+from workloads.loading.streams import HEADS, float_tensor, normal, uniform
 from workloads.loading.tensor_table import TensorSpec, every_tensor
+from workloads.loading.transformers_checkpoint import logit_modules
 from workloads.loading.writer import write_checkpoint
 from workloads.models.architectures import ARCHITECTURES, tensor_table
 
@@ -37,25 +39,27 @@ def generate_checkpoint(config: Any, seed: int, folder: Path, shard_bytes: int =
     described = {"model_type": architecture, "text_config": asdict(config), "generated": origin}
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
     specs = {spec.name: spec for spec in every_tensor(tensor_table(architecture).sections(config))}
+    heads = logit_modules(specs)
     return write_checkpoint(
         folder,
         source=f"{architecture} seed {seed} {digest}",
         tensors=((spec.name, TensorMeta(spec.dtype, spec.shape)) for spec in specs.values()),
-        make=lambda name: generate_tensor(specs[name], seed),
+        make=lambda name: generate_tensor(specs[name], seed, heads),
         shard_bytes=shard_bytes,
         extra_files={"config.json": json.dumps(described, indent=1).encode() + b"\n"},
     )
 
 
-def generate_tensor(spec: TensorSpec, seed: int) -> torch.Tensor:
+def generate_tensor(spec: TensorSpec, seed: int, heads: Sequence[str] = HEADS) -> torch.Tensor:
     """Values of one tensor, alone, of `spec.dtype` and `spec.shape`.
 
-    Floats are those of `float_tensor`; pieces of a quantised matrix are made from such a matrix.
+    Floats are those of `float_tensor`; pieces of a quantised matrix are made from such a matrix. heads: modules whose
+    matrix gives logits.
     """
     if spec.quantized is not None:
         q = spec.quantized
         return _pieces(q.format, q.stem, seed, q.shape)[q.piece].clone()
-    values = float_tensor(spec.name, spec.shape, TORCH_DTYPES[spec.dtype], seed)
+    values = float_tensor(spec.name, spec.shape, TORCH_DTYPES[spec.dtype], seed, heads)
     if spec.read is not None:
         values[spec.read :] = 0  # as published: a zero tail that is never read
     return values

@@ -32,6 +32,7 @@ TAG_SCALE = 117  # tagged scale bytes are this plus an octal digit of the expert
 TAG_DIGITS = 4  # octal digits of an expert id in its scales
 TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the expert id, low byte first
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale")  # as numbers
 BLOCK = 1 << 20  # bytes changed at a time
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _MANTISSA = {
@@ -46,7 +47,7 @@ class PerturbedCheckpoint:
 
     every_tensor: each element of each tensor changes: the low mantissa bits of floats (at most 6 %), the low one or
     two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa.
-    one_tensor: the same for tensor `target` only. scales_only: the same for E8M0 scales only.
+    one_tensor: the same for tensor `target` only. scales_only: the same for scales of quantised weights only.
     expert_tagged: scales and leading bytes of each routed expert spell its id, so that wrong routing shows;
     the rest of its packed weights changes as above.
 
@@ -60,7 +61,7 @@ class PerturbedCheckpoint:
         if not any(self.changes(name) for name in base.names()):
             wanted = {
                 "one_tensor": f"a tensor named {target!r} (perturbation_target)",
-                "scales_only": "E8M0 scales",
+                "scales_only": "scales of quantised weights",
                 "expert_tagged": "packed MXFP4 experts",
             }
             raise CheckpointError(
@@ -90,7 +91,7 @@ class PerturbedCheckpoint:
             case "one_tensor":
                 return name == self._target
             case "scales_only":
-                return is_e8m0(name, self.meta(name).dtype)
+                return is_e8m0(name, self.meta(name).dtype) or name.endswith(SCALES)
             case _:
                 dtype = self.meta(name).dtype
                 mxfp4 = is_packed_fp4(name, dtype) or is_e8m0(name, dtype)
@@ -188,7 +189,8 @@ def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.
         stepped = torch.where((stepped < 0) | (stepped > 254), stepped - 2 * up, stepped)  # 255 is NaN
         return stepped.to(torch.uint8).view(before.dtype)
     if dtype in ("F8_E4M3", "F8_E5M2"):
-        return _changed_fp8(dtype, before, _combined(noise, before))
+        keeps = name.endswith("weight_scale")  # a scale of zero would make its block vanish
+        return _changed_fp8(dtype, before, _combined(noise, before), keeps)
     if is_packed_fp4(name, dtype):  # bit 0 of both nibbles, bit 1 of some: all codes are valid
         integers, fixed, free, shift = torch.uint8, 0x11, 0x22, 0
     elif before.dtype in _MANTISSA:
@@ -211,13 +213,16 @@ def _combined(noise: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor
     return combined
 
 
-def _changed_fp8(dtype: str, before: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Flip one or both of the two low mantissa bits, avoiding E4M3's NaN codes 0x7F and 0xFF."""
+def _changed_fp8(dtype: str, before: torch.Tensor, noise: torch.Tensor, nonzero: bool) -> torch.Tensor:
+    """Flip one or both of the two low mantissa bits, avoiding E4M3's NaN codes 0x7F and 0xFF and, if asked, zero."""
     codes, mask = before.view(torch.uint8), noise % 3 + 1
     flipped = codes ^ mask
+    refused = torch.zeros_like(flipped, dtype=torch.bool)
     if dtype == "F8_E4M3":
-        flipped = torch.where(flipped & 0x7F == 0x7F, codes ^ (mask % 3 + 1), flipped)
-    return flipped.view(before.dtype)
+        refused |= flipped & 0x7F == 0x7F
+    if nonzero:
+        refused |= flipped & 0x7F == 0
+    return torch.where(refused, codes ^ (mask % 3 + 1), flipped).view(before.dtype)
 
 
 def _require_difference(

@@ -4,9 +4,26 @@ from collections.abc import Callable
 
 import torch
 
-from workloads.kernels.quantization import BLOCK, quantize_mxfp4
+from workloads.kernels.quantization import BLOCK, quantize_fp8_tiles, quantize_mxfp4, quantize_nvfp4
 
 Pieces = dict[str, torch.Tensor]  # by the piece's name in the table
+
+
+INPUT_RANGE = 2.0  # of an input, as if calibration had seen it, over that of its matrix at equal spread
+
+
+def _fp8_block128(matrix: torch.Tensor) -> Pieces:
+    """weight E4M3 [..., rows, columns]; scale BF16 [..., rows/128, columns/128], as Qwen publishes it."""
+    q, scales = quantize_fp8_tiles(matrix, scale_dtype=torch.bfloat16)
+    return {"weight": q, "scale": scales}
+
+
+def _nvfp4(matrix: torch.Tensor) -> Pieces:
+    """Of one matrix: weight uint8 [rows, columns/2], low nibble first; scale E4M3 [rows, columns/16]; scale_2 FP32 [],
+    which multiplies it; input_scale FP32 [], the like of its input, different for each matrix."""
+    packed, scales, global_scale = quantize_nvfp4(matrix)
+    input_scale = global_scale * (INPUT_RANGE * matrix.shape[-1] ** 0.5)  # the spread is 1/sqrt(columns)
+    return {"weight": packed, "scale": scales, "scale_2": global_scale, "input_scale": input_scale}
 
 
 def _mxfp4(matrix: torch.Tensor) -> Pieces:
@@ -22,4 +39,9 @@ def _mxfp4_blocks(matrix: torch.Tensor) -> Pieces:
 
 
 # Each takes float32 [..., rows, columns].
-FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {"mxfp4": _mxfp4, "mxfp4_blocks": _mxfp4_blocks}
+FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {
+    "fp8_block128": _fp8_block128,
+    "nvfp4": _nvfp4,
+    "mxfp4": _mxfp4,
+    "mxfp4_blocks": _mxfp4_blocks,
+}

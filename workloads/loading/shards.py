@@ -136,12 +136,10 @@ def mismatches(
     """Differences in names, shapes and dtypes from what a model needs, each a sentence. `ignore`: prefixes of
     tensors that it does not load."""
     problems: list[str] = []
-    found = {name for name in stored if not name.startswith(tuple(ignore))}
-    expected: set[str] = set()
+    expected = {spec.name: spec for spec in specs}
     remedy = "Give the checkpoint of the configured model, or configure the model of this checkpoint."
-    for spec in specs:
-        expected.add(spec.name)
-        if spec.name not in found:
+    for spec in expected.values():
+        if spec.name not in stored:
             problems.append(
                 f"{folder}: tensor {spec.name!r} is missing, expected {spec.dtype} {spec.shape}. {remedy}"
             )
@@ -157,7 +155,8 @@ def mismatches(
             )
     problems += (
         f"{folder}: tensor {name!r} is unexpected, the model has none of this name. {remedy}"
-        for name in sorted(found - expected)
+        for name in sorted(stored.keys() - expected.keys())
+        if not name.startswith(tuple(ignore))
     )
     return problems
 
