@@ -14,6 +14,8 @@ TAIL_LINES = 40
 SEARCHED_LINES = 400  # of a log, for the cause: an engine's workers may say much after it
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+_TYPED = {"CheckpointError": "checkpoint", "ReloadError": "unusable"}  # of what a rank raises
+
 # What a rank says when another one went away or did not come: never the cause.
 _CONSEQUENCE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (was )?closed|timed out|timeout|"
@@ -31,7 +33,9 @@ Position = tuple[
 @dataclass
 class Failure:
     """`error` of result.json. type: rank_killed, rank_failed, out_of_memory, disk_full, hang, connection_lost,
-    node_lost, node_failed, launch_failed, stopped, preempted, time_limit, lost, preflight, checkpoint, code, judge."""
+    node_lost, node_failed, launch_failed, stopped, preempted, time_limit, lost, preflight, checkpoint (refused before
+    anything was touched), unusable (a load broke off, or weights were discarded: the engine must not serve), code,
+    judge."""
 
     type: str
     message: str
@@ -135,6 +139,8 @@ def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptEr
         kind, message = "disk_full", f"No space was left while writing {error['path']}: {error['message']}."
     elif error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["message"]:
         kind = "out_of_memory"
+    elif error["type"] in _TYPED:
+        kind = _TYPED[error["type"]]
     elif error["type"] == "UnsupportedError":
         kind, message = "unsupported", error["message"]
     return AttemptError(kind, message, stack=error["traceback"], **evidence)

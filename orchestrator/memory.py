@@ -10,7 +10,7 @@ from orchestrator.schema import Root
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts, Load, Part
-from workloads.spec import Backend, Parallelism
+from workloads.spec import Backend, Parallelism, Step
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
 TOKEN_MULTIPLE = 384  # their least common multiple: token capacities are rounded up to it
@@ -56,20 +56,27 @@ def total(parts: list[Part], *kinds: str) -> int:
 
 
 def update_bytes(root: Root) -> int:
-    """What an update needs on top of serving, for the expert parameters that finalising consumed.
+    """What an update needs on top of serving, for the expert parameters that finalising consumed, at most one layer
+    at a time.
 
-    Layerwise: one layer's tensors wait until all have arrived, then are loaded into as much fresh memory.
-    Direct: the parameters of all layers come back for the length of the load; W2 still lies in its loaded layout.
+    Layerwise: fresh memory for all of them. Direct: the same without W2, which still lies in its loaded layout.
+    Expert by expert: one expert. Tensors that come neither layer by layer nor in the order of the model open layers
+    before others are closed: up to all layers are open then.
     """
     experts = model_plan(root.model.architecture).experts(dimensions_of(root))
     if experts is None or root.backend.moe_kernel != "mega_moe":
         return 0
     w13, w13_scale, w2, w2_scale = _expert_tensors(experts, root.parallelism, root.backend)
-    needs = {
-        "layerwise": 2 * (w13 + w13_scale + w2 + w2_scale),
-        "direct": experts.layers * (w13 + w13_scale + w2_scale),
-    }
-    return max((needs[step.via] for step in root.load_path.steps if step.do == "update"), default=0)
+    layer = w13 + w13_scale + w2 + w2_scale
+    local = experts.count // root.parallelism.ep
+    needs = {"layerwise": layer, "direct": layer - w2, "per_expert": layer // local}
+    updates = [step for step in root.load_path.steps if step.do == "update"]
+    return max((needs[s.via] * _layers_open(s, experts) for s in updates), default=0)
+
+
+def _layers_open(step: Step, experts: Experts) -> int:
+    """Shuffled experts still come one by one, shuffled tensors of all layers at once."""
+    return experts.layers if step.order == "shuffled" and step.via != "per_expert" else 1
 
 
 def machine_bytes() -> int:

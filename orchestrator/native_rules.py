@@ -1,6 +1,7 @@
 """Rules of the models that the native engine runs, whose dimensions and kernels are this project's own."""
 
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from math import ceil
 
 from orchestrator import memory
@@ -106,10 +107,13 @@ def _mega_moe(root: Root) -> Problems:
 
 def _perturbations(root: Root) -> Problems:
     for name, checkpoint in root.checkpoints.items():
-        if checkpoint.perturbation != "one_tensor":
+        if checkpoint.perturbation not in ("one_tensor", "some_tensors"):
             continue
         sections = tensor_table(root.model.architecture).sections(dimensions_of(root))
         known = {tensor.name for tensor in every_tensor(sections)}
+        found = [name for name in known if fnmatchcase(name, checkpoint.perturbation_target)]
+        if checkpoint.perturbation == "some_tensors" and found:
+            continue
         if checkpoint.perturbation_target not in known:
             yield (
                 f"checkpoints.{name}.perturbation_target is {checkpoint.perturbation_target!r}, which is not one of "

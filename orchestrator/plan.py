@@ -13,6 +13,7 @@ from orchestrator import provenance
 from orchestrator.engine_env import environment_identity
 from orchestrator.judge.attempt import AGAIN
 from orchestrator.schema import Arm, LoadPath, Root
+from workloads.loading.paths import SAVED
 from workloads.models.architectures import ARCHITECTURES
 from workloads.spec import Model, Step
 
@@ -106,6 +107,26 @@ def cell_id(cell: Cell) -> str:
     identity["policy"] = {"coverage": cell["policy"]["coverage"]}
     identity["image"] = _image(cell)
     return digest(identity)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """Files of an engine's own that a scenario starts on. `key` names their folder in the store; steps: of the gang
+    that writes them."""
+
+    key: str
+    steps: tuple[Step, ...]
+
+
+def saved_state(cell: Cell, arm: str) -> SavedState | None:
+    """What an arm's scenario needs before it can start; None where it starts on a checkpoint."""
+    first = cell["load_path"]["steps"][0]
+    via, checkpoint = first["via"], first["checkpoint"]
+    if via not in SAVED or cell["backend"]["engine"] == "vllm":
+        return None
+    start = () if via == "tensorizer_raw" else (Step("start", checkpoint, FRESH_VIA),)
+    key = digest([via, _reference_key(cell, arm, checkpoint, set())])
+    return SavedState(key, (*start, Step("save", checkpoint, via)))
 
 
 def references(cell: Cell) -> list[Reference]:

@@ -2,25 +2,28 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from orchestrator.judge.attempt import BASE, WITHOUT_LIFECYCLE
+from orchestrator.judge.attempt import BASE, WITHOUT_LIFECYCLE, is_load
 from orchestrator.plan import FRESH, cell_arms
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import COLLECTORS, Check, Root
 from orchestrator.schema import RULES as CHECK_RULES
-from workloads.spec import Step
+from workloads.loading.paths import ORDERS, STARTS, UPDATES
+from workloads.spec import WHOLE, Step
 
 VIA: dict[str, dict[str, tuple[str, ...]]] = {  # how weights arrive, by engine and step
-    "native": {"start": ("safetensors", "dummy"), "update": ("layerwise", "direct")},
+    "native": {"start": tuple(STARTS), "update": tuple(UPDATES)},
     "vllm": {
         "start": ("safetensors", "dummy", "sharded_state", "tensorizer", "attach"),
         "update": ("reload", "iterator", "transfer"),
     },
 }
 STEPS = ("start", "update", "sleep", "wake", "observe")
+ROOTS = ("target", "draft")
 SLEEP_LEVELS = (1, 2)  # weights stay on the host; weights are discarded
-PERTURBATIONS = ("none", "every_tensor", "one_tensor", "scales_only", "expert_tagged")
+PERTURBATIONS = ("none", "every_tensor", "one_tensor", "scales_only", "expert_tagged", "some_tensors")
 NEEDED_COLLECTOR = {"same_generations": "generations", "gsm8k": "gsm8k", "throughput": "throughput"}
 NEEDED_SIDES = {
     "equal": 2,
@@ -64,6 +67,32 @@ def _load(root: Root, key: str, step: Step) -> Problems:
             f"{key}.via is {step.via!r}; with backend.engine={root.backend.engine} a step `{step.do}` goes via one "
             f"of: {', '.join(ways)}."
         )
+    if step.arrival != WHOLE or step.refused:
+        yield from _arrival(root, key, step)
+
+
+def _arrival(root: Root, key: str, step: Step) -> Problems:
+    """Which weights an update brings, and how."""
+    if step.do != "update" or root.backend.engine in WITHOUT_LIFECYCLE:
+        yield (
+            f"{key} sets one of roots, tensors, order, order_seed, bucket_bytes, refused: only updates of the native "
+            "engine take them; leave them out."
+        )
+        return
+    for name in step.roots:
+        if name not in ROOTS:
+            yield f"{key}.roots names {name!r}; the models of an engine are: {', '.join(ROOTS)}."
+    if step.order not in ORDERS:
+        yield f"{key}.order is {step.order!r}; tensors come in one of these orders: {', '.join(ORDERS)}."
+    elif step.order_seed and step.order != "shuffled":
+        yield f"{key}.order_seed is {step.order_seed}, which only order=shuffled reads: leave it out."
+    if "" in step.tensors:
+        yield (
+            f"{key}.tensors has an empty pattern, which matches nothing: name tensors of the checkpoint, or leave "
+            "tensors out to update all of them. (load_path=partial takes them from checkpoints.new.perturbation_target.)"
+        )
+    if step.bucket_bytes < 0:
+        yield f"{key}.bucket_bytes is {step.bucket_bytes}; it is a size, or 0 for tensors one by one."
 
 
 def _asleep(steps: Sequence[Step]) -> Problems:
@@ -187,7 +216,7 @@ def _same_weights(root: Root) -> Problems:
     for number, step in enumerate(root.load_path.steps):
         if step.do == "observe":
             at[step.name] = held
-        elif step.do in ("start", "update"):
+        elif is_load(asdict(step)):
             held = (step.checkpoint, "dummy" if step.via == "dummy" else "")
         elif step.do == "sleep" and step.level == 2:
             held = (held[0], f"discarded by step {number}")

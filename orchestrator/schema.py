@@ -40,11 +40,15 @@ class Check:
 
 @dataclass
 class LoadPath:
-    """A scenario and what must hold of it. `start` and `update` only fill in the `via` of shared steps."""
+    """A scenario and what must hold of it. `start`, `update`, `order`, `order_seed` and `bucket_bytes` only fill in
+    the fields of shared steps."""
 
     name: str = ""
     start: str = "safetensors"
     update: str = ""
+    order: str = "natural"
+    order_seed: int = 0
+    bucket_bytes: int = 0
     steps: list[Step] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 

@@ -2,7 +2,9 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -18,6 +20,7 @@ from orchestrator.sbatch import script
 from orchestrator.schema import RULES, Root
 from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
+from workloads.spec import Step
 
 WIDTH = 100
 DETAILED = 12  # of more cells only the summary is printed
@@ -217,11 +220,20 @@ def _steps(out: Console, cell: Cell) -> None:
         if step["do"] == "observe":
             what = f"{step['name']}: {', '.join(step['collect'])}"
         elif step["do"] in ("start", "update"):
-            what = f"checkpoint {step['checkpoint']} via {step['via']}"
+            what = f"checkpoint {step['checkpoint']} via {step['via']}{_arrival(step)}"
         else:
             what = SLEEP[step["level"]] if step["do"] == "sleep" else ""
         rows.add_row(str(number), step["do"], what)
     out.print(rows)
+
+
+def _arrival(step: Mapping[str, Any]) -> str:
+    """What is particular about an update, for the plan."""
+    kept = {key: step.get(key) for key in ("roots", "tensors", "order", "order_seed", "bucket_bytes")}
+    plain = asdict(Step("update"))
+    said = [f"{key} {value}" for key, value in kept.items() if value not in (None, plain[key])]
+    said += ["must be refused"] if step.get("refused") else []
+    return "".join(f", {text}" for text in said)
 
 
 def _checks(out: Console, cell: Cell) -> None:
@@ -237,7 +249,7 @@ def _sources(plan: Plan, store: Store) -> dict[str, list[str]]:
     lines = {one.id: [_reference_line(r, "in the store") for r in references(one.cell)] for one in plan.cells}
     running = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
     for together in _one_by_one(running):
-        found = engine_starts([one.cell for one in together], lambda key: (store.references / key).is_dir())
+        found = engine_starts([one.cell for one in together], store.holds)
         for one, starts in zip(together, found, strict=True):
             lines[one.id] = [_reference_line(s.reference, _origin(s, one, together)) for s in starts.sources]
             lines[one.id].append(f"  engine starts: {starts.count}")

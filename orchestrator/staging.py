@@ -27,6 +27,7 @@ from orchestrator.plan import (
     digest,
     own_backend,
     references,
+    saved_state,
     second_run,
     served,
 )
@@ -82,10 +83,15 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     own = {key: name for key, name in served(cell, arm).items() if key in missing}
     built = {key: staged.attempt / f"{prefix}{ref.name}" for key, ref in missing.items() if key not in own}
     own_engine = own_backend(cell, arm)
+    state = saved_state(cell, arm)
+    saving = []
+    if state is not None and not store.holds(state.key):
+        saving = [_spec(staged, arm, staged.attempt / f"{prefix}saved", state.steps)]
     specs = [
         _spec(staged, arm, folder, _reference_steps(missing[key]), own_engine)
         for key, folder in built.items()
     ]
+    specs += saving
     specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
     return ArmGangs(
         _gang_set(staged, arm, staged.attempt / arm, specs),
@@ -289,6 +295,7 @@ def _spec(
 ) -> GangSpec:
     """backend: instead of the cell's."""
     cell, collect = staged.cell, staged.cell["collect"]
+    state = saved_state(cell, arm)
     gsm8k_sampling = Sampling(max_new_tokens=collect["gsm8k"]["max_new_tokens"], top_logprobs=1)
     return GangSpec.from_dict(
         {
@@ -306,6 +313,7 @@ def _spec(
             "prompts": dict(staged.prompts),
             "throughput": collect["throughput"],
             "faults": cell["code"][arm]["faults"],
+            "saved_dir": str(staged.store.saved / state.key) if state is not None else "",
             "trace": output.name == arm and any("tensors" in step.collect for step in steps),
             "master_addr": master_address(staged.allocation),
             "master_port": free_port(),

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan import Cell, Reference, references, second_run, served
+from orchestrator.plan import Cell, Reference, references, saved_state, second_run, served
 
 ARMS = ("base", "candidate")  # in the order in which a driver runs them
 
@@ -41,6 +41,10 @@ def _cell_starts(
             continue
         attached = cell["backend"].get("url") is not None
         count += (not attached) + bool(second_run(cell))  # the scenario
+        state = saved_state(cell, arm)
+        if state is not None and state.key not in made and not is_stored(state.key):
+            count += sum(step.do == "start" for step in state.steps)
+            made[state.key] = (number, False)
         own = served(cell, arm)
         for reference in references(cell):
             key = reference.key

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.plan import Cell, cell_id, references
+from workloads.loading.paths import MANIFEST
 
 FINISHED = ("PASS", "FAIL", "INCONCLUSIVE", "NOT_RUN")  # an ERROR is no measurement: it is tried again
 RESULT = "result.json"
@@ -32,7 +33,14 @@ class Store:
         """Creates what is missing and proves that it can be written. Raises StoreError when it cannot."""
         store = cls(root)
         try:
-            for folder in (store.root, store.cells, store.references, store.checkpoints, store.experiments):
+            for folder in (
+                store.root,
+                store.cells,
+                store.references,
+                store.checkpoints,
+                store.saved,
+                store.experiments,
+            ):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = store.root / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
             probe.touch(exist_ok=False)
@@ -47,6 +55,11 @@ class Store:
     @property
     def cells(self) -> Path:
         return self.root / "cells"
+
+    @property
+    def saved(self) -> Path:
+        """State that engines saved for starts of their own kind, by key."""
+        return self.root / "saved"
 
     @property
     def references(self) -> Path:
@@ -102,6 +115,10 @@ class Store:
             return None
         own = (result.get("cell"), result.get("attempt")) == (attempt.parent.name, attempt.name)
         return result if own else None
+
+    def holds(self, key: str) -> bool:
+        """Whether a reference or saved state of this key is there, complete."""
+        return (self.references / key).is_dir() or (self.saved / key / MANIFEST).is_file()
 
     def reference_dirs(self, cell: Cell) -> dict[str, Path]:
         """Folders of the references of a cell: `fresh.new` for the candidate, `base/fresh.new` for the base."""

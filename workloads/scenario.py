@@ -1,5 +1,6 @@
 """Plays the ordered steps of a load path on one process of a gang; each step is timed and recorded."""
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -10,7 +11,10 @@ from collectors.generations import gather_generations, read_prompts
 from collectors.records import RecordWriter
 from collectors.throughput import gather_throughput
 from workloads.engines.protocol import Engine, Observer, Prompt, UpdateStats
+from workloads.loading.shards import CheckpointError
 from workloads.spec import GangSpec, Sampling, Step
+
+log = logging.getLogger(__name__)
 
 TRACED = Prompt("traced", (1, 2, 3, 4))  # of the forward passes whose storages the audit must reach
 
@@ -62,8 +66,14 @@ class _Player:
                 self.loaded = step.checkpoint
                 return self.engine.start(step.checkpoint, step.via)
             case "update":
+                if step.refused:
+                    self._refused(step)
+                    return None
                 self.loaded = step.checkpoint
-                return self.engine.update(step.checkpoint, step.via)
+                return self.engine.update(step.checkpoint, step.via, step.arrival)
+            case "save":
+                self.engine.save(step.checkpoint, step.via)
+                return None
             case "sleep":
                 self.engine.sleep(step.level)
                 return None
@@ -74,7 +84,19 @@ class _Player:
                 for collector in step.collect:
                     self._collect(collector, step.name)
                 return None
-        raise ValueError(f"Step do={step.do!r} is not one of start, update, sleep, wake, observe.")
+        raise ValueError(f"Step do={step.do!r} is not one of start, update, sleep, wake, save, observe.")
+
+    def _refused(self, step: Step) -> None:
+        """An update that must be refused before anything is touched; what was loaded before stays."""
+        try:
+            self.engine.update(step.checkpoint, step.via, step.arrival)
+        except CheckpointError as error:
+            log.info("refused as it must be: %s", error)
+            return
+        raise RuntimeError(
+            f"The update to {step.checkpoint!r} via {step.via} with {step.arrival} was taken, but the scenario says "
+            "that it must be refused: the engine lets through what it cannot load as a whole."
+        )
 
     def _collect(self, collector: str, observation: str) -> None:
         engine, spec = self.engine, self.spec

@@ -95,6 +95,9 @@ class Arrival:
     bucket_bytes: int = 0
 
 
+WHOLE = Arrival()  # all weights, one by one
+
+
 @dataclass
 class Step:
     """One step of a scenario.

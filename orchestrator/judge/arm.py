@@ -7,7 +7,7 @@ from collectors.records import rank_file
 from orchestrator.failure import tail
 from orchestrator.judge import answers, lifecycle, timings
 from orchestrator.judge.answers import Outcome
-from orchestrator.judge.attempt import Arm, Attempt, check_files
+from orchestrator.judge.attempt import Arm, Attempt, check_files, is_load
 from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.diagnose import Cause
 from orchestrator.judge.findings import Ledger
@@ -150,7 +150,8 @@ class ArmJudge:
         expected = (
             "once per load and model: padding filled, then post-processing, then the hook; none while serving"
         )
-        owed = sum(step["do"] in ("start", "update") for step in attempt.cell["load_path"]["steps"])
+        loads = [step for step in attempt.cell["load_path"]["steps"] if is_load(step)]
+        owed = len(loads)
         broken: list[lifecycle.Violation] = []
         events = 0
         for rank in range(attempt.ranks):
@@ -161,7 +162,7 @@ class ArmJudge:
             if recorded != owed:
                 text = f"rank {rank} recorded {recorded} loads, the scenario has {owed}"
                 return Outcome("ERROR", expected, text, {"events": events})
-            broken += lifecycle.violations(rank, records, owed)
+            broken += lifecycle.violations(rank, records, owed, loads)
         for violation in broken:
             self._ledger.add_violation(
                 self._arm.name, self._seen_in(violation.load), check["name"], violation

@@ -135,6 +135,11 @@ def _observed(reference: Path) -> str:
         return "fresh"
 
 
+def is_load(step: Mapping[str, Any]) -> bool:
+    """Whether a step brings weights: an update that must be refused brings none."""
+    return step["do"] in ("start", "update") and not step.get("refused", False)
+
+
 def timeline(steps: Sequence[Mapping[str, Any]]) -> dict[str, Moment]:
     """Observations of a scenario by name, in order."""
     moments: dict[str, Moment] = {}
@@ -142,7 +147,7 @@ def timeline(steps: Sequence[Mapping[str, Any]]) -> dict[str, Moment]:
     before: str | None = None
     latest: str | None = None
     for step in steps:
-        if step["do"] in ("start", "update"):
+        if is_load(step):
             load, previous, checkpoint, via = load + 1, checkpoint, step["checkpoint"], step["via"]
             before, latest = latest, None
         elif step["do"] == "observe":

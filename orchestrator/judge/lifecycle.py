@@ -1,10 +1,14 @@
 """Rules over lifecycle events: post-processing once per load, padding before it, nothing while serving."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orchestrator.judge.records import Record
+from workloads.loading.paths import UPDATES, LoadPath, load_path
+
+_OF_ANOTHER_ENGINE = UPDATES["layerwise"]  # owes what every engine's loads owe
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +26,13 @@ class Violation:
     untouched: bool = False
 
 
-def violations(rank: int, events: Sequence[Record], loads: int) -> list[Violation]:
-    """Broken rules on one rank; `loads` is how many loads the scenario has.
+def violations(
+    rank: int, events: Sequence[Record], loads: int, steps: Sequence[Mapping[str, Any]] = ()
+) -> list[Violation]:
+    """Broken rules on one rank; `loads` is how many loads the scenario has, `steps` what the cell says of each.
 
-    What load 0, the cold start, did is what every later load owes: the same roots, modules and padding.
+    What load 0, the start, did is what every later load owes: the same roots, modules and padding; as far as its
+    path runs the phase, and it was meant to bring all weights of the model.
     """
     by_load: list[dict[str, list[Record]]] = [{} for _ in range(loads)]
     for event in events:
@@ -33,8 +40,13 @@ def violations(rank: int, events: Sequence[Record], loads: int) -> list[Violatio
             by_load[event["load"]].setdefault(event["root"], []).append(event)
     found: list[Violation] = []
     for load, roots in enumerate(by_load):
+        step = steps[load] if load < len(steps) else {}
+        taking_part = step.get("roots") or by_load[0]
         for root, first in by_load[0].items():
-            found += _RootLoad(rank, root, load, roots.get(root, []), first).check()
+            if root in taking_part:
+                path = load_path(step.get("via", "")) or _OF_ANOTHER_ENGINE
+                partial = bool(step.get("tensors"))
+                found += _RootLoad(rank, root, load, roots.get(root, []), first, path, partial).check()
     return found
 
 
@@ -44,13 +56,16 @@ def loads_recorded(events: Sequence[Record]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _RootLoad:
-    """The events of one load of one root on one rank, beside those of the cold start (`first`)."""
+    """The events of one load of one root on one rank, beside those of the start (`first`). partial: it was meant to
+    bring some weights only, and owes nothing to modules that it did not touch."""
 
     rank: int
     root: str
     load: int
     events: Sequence[Record]
     first: Sequence[Record]
+    path: LoadPath
+    partial: bool
 
     def check(self) -> Iterator[Violation]:
         loading = [e for e in self.events if e["phase"] == "load"]
@@ -67,7 +82,7 @@ class _RootLoad:
             )
         yield from self._hook(loading, late=any(e["event"] == "finalize" for e in serving))
         untouched = self._untouched()
-        if untouched:
+        if untouched and not self.partial:
             text = "the load neither filled nor post-processed what it should have loaded"
             yield replace(self._violation("skipped_hook", text, untouched), untouched=True)
         late = {e["module"] for e in serving if e["event"] == "post_process"}
@@ -78,6 +93,8 @@ class _RootLoad:
         if not any(e["event"] == "load_end" for e in loading):
             yield self._violation("skipped_hook", "the load was started and never finished")
         hooks = sum(e["event"] == "finalize" for e in loading)
+        if "finalize" not in self.path.phases:
+            return
         if hooks == 0 and not late:
             yield self._violation("skipped_hook", "the model's finalise hook did not run")
         if hooks > 1:
@@ -98,10 +115,18 @@ class _RootLoad:
             yield self._violation(
                 "processed_twice", f"post-processing ran up to {most} times on a module", twice
             )
-        owed = {e["module"] for e in self.first if e["event"] == "post_process"}
+        owed = self._owed("post_process")
         skipped = owed - counts.keys() - excused
         if skipped and (not counts or owed & counts.keys()):
             yield self._violation("skipped_hook", "post-processing did not run", skipped)
+
+    def _owed(self, phase: str) -> set[str]:
+        """Modules of which this load must have the event: those that the start processed or, where it put processed
+        tensors in place, all that it touched."""
+        if phase not in self.path.phases:
+            return set()
+        processed = {e["module"] for e in self.first if e["event"] == phase}
+        return processed or {e["module"] for e in self.first if e["module"]}
 
     def _padding(self, loading: Sequence[Record], excused: set[str]) -> Iterator[Violation]:
         filled: set[str] = set()
@@ -117,7 +142,7 @@ class _RootLoad:
         if late:
             text = "padding was filled after post-processing had read it"
             yield self._violation("stale_padding", text, late)
-        owed = {e["module"] for e in self.first if e["event"] == "fill_padding"}
+        owed = self._owed("fill_padding")
         unfilled = owed - filled - excused
         if unfilled and "" not in filled and (not filled or owed & filled):
             yield self._violation("stale_padding", "padding was not filled", unfilled - {""})

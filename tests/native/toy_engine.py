@@ -18,7 +18,7 @@ from torch import nn
 
 from workloads.engines.protocol import Generation, Part, Prompt, Rule, UnsupportedError, UpdateStats
 from workloads.loading.lifecycle import EventSink
-from workloads.spec import GangSpec, Sampling
+from workloads.spec import WHOLE, Arrival, GangSpec, Sampling
 
 
 def end_connections() -> None:
@@ -51,7 +51,7 @@ class ToyEngine:
     def start(self, checkpoint: str, via: str) -> UpdateStats:
         return self.update(checkpoint, via)
 
-    def update(self, checkpoint: str, via: str) -> UpdateStats:
+    def update(self, checkpoint: str, via: str, arrival: Arrival = WHOLE) -> UpdateStats:
         for one in via.split("+"):
             action, _, victim = one.partition(":")
             if victim and int(victim) == self.rank:

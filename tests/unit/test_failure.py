@@ -91,7 +91,7 @@ def test_each_form_of_a_complaint_gives_way_to_a_later_death(message: str) -> No
 
 def test_own_error_that_speaks_of_a_timeout_is_still_an_own_error() -> None:
     error = told(
-        exited(3, 1.0, report("ReloadError", "the reload timed out", 0.9)), exited(0, 2.0, lost(1.5))
+        exited(3, 1.0, report("ValueError", "the reload timed out", 0.9)), exited(0, 2.0, lost(1.5))
     )
     assert (error.failure.type, error.failure.rank) == ("rank_failed", 3)
 

@@ -89,10 +89,13 @@ def test_experts_divide_over_ep_and_attention_over_tp() -> None:
 
 
 def test_updates_bring_consumed_experts_back() -> None:
-    """Layerwise one layer at a time, twice; direct all layers at once, except w2, which still lies as loaded."""
+    """One layer at a time; direct without w2, which still lies as loaded; expert by expert one of them."""
     layer = 56 * 17_547_264
-    assert memory.update_bytes(k3()) == 2 * layer
-    assert memory.update_bytes(k3("load_path=direct")) == 92 * (layer - 56 * 3584 * 3072 // 2)
+    assert memory.update_bytes(k3()) == layer
+    assert memory.update_bytes(k3("load_path=direct")) == layer - 56 * 3584 * 3072 // 2
+    assert memory.update_bytes(k3("load_path=per_expert")) == layer // 56
+    shuffled = k3("load_path=buckets")
+    assert memory.update_bytes(shuffled) == 92 * layer
     assert memory.update_bytes(k3("load_path=cold")) == 0
     [reference] = compose(["parallelism=single", "backend=native_reference"])
     assert reference.root is not None

@@ -17,13 +17,12 @@ from workloads.loading.perturb import open_view
 from workloads.loading.shards import mismatches
 from workloads.loading.sleep import Asleep
 from workloads.loading.snapshot import NotSavableError
-from workloads.loading.steps import WHOLE
 from workloads.loading.tensor_table import TensorSpec, every_tensor
 from workloads.loading.tensorizer_files import TensorizerMissingError
 from workloads.models.architectures import tensor_table
 from workloads.models.parallel import RankGroups, gather_objects
 from workloads.models.served import Drafter, Target
-from workloads.spec import Arrival, GangSpec
+from workloads.spec import WHOLE, Arrival, GangSpec
 
 
 class NativeWeights:

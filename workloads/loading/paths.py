@@ -69,6 +69,7 @@ UPDATES = {
     ),
 }
 SAVED = tuple(via for via, path in STARTS.items() if path.saved)
+MANIFEST = "saved.json"  # written last into a folder of saved state
 ORDERS = ("natural", "reversed", "shuffled")
 
 

@@ -8,6 +8,7 @@ finite range stay, and each change is checked as it is made.
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,7 @@ from workloads.loading.weights import Region, narrow
 from workloads.loading.writer import write_checkpoint
 from workloads.spec import Checkpoint
 
-KINDS = ("every_tensor", "one_tensor", "scales_only", "expert_tagged")
+KINDS = ("every_tensor", "one_tensor", "scales_only", "expert_tagged", "some_tensors")
 TAG_SCALE = 117  # tagged scale bytes are this plus an octal digit of the expert id: 2^-10 to 2^-3
 TAG_DIGITS = 4  # octal digits of an expert id in its scales
 TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the expert id, low byte first
@@ -48,6 +49,7 @@ class PerturbedCheckpoint:
     every_tensor: each element of each tensor changes: the low mantissa bits of floats (at most 6 %), the low one or
     two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa.
     one_tensor: the same for tensor `target` only. scales_only: the same for scales of quantised weights only.
+    some_tensors: the same for tensors whose name matches the pattern `target` (fnmatch) only.
     expert_tagged: scales and leading bytes of each routed expert spell its id, so that wrong routing shows;
     the rest of its packed weights changes as above.
 
@@ -60,6 +62,7 @@ class PerturbedCheckpoint:
             raise CheckpointError(f"There is no perturbation {kind!r}. Use one of {', '.join(KINDS)}.")
         if not any(self.changes(name) for name in base.names()):
             wanted = {
+                "some_tensors": f"tensors that match {target!r} (perturbation_target)",
                 "one_tensor": f"a tensor named {target!r} (perturbation_target)",
                 "scales_only": "scales of quantised weights",
                 "expert_tagged": "packed MXFP4 experts",
@@ -90,6 +93,8 @@ class PerturbedCheckpoint:
                 return True
             case "one_tensor":
                 return name == self._target
+            case "some_tensors":
+                return fnmatchcase(name, self._target)
             case "scales_only":
                 return is_e8m0(name, self.meta(name).dtype) or name.endswith(SCALES)
             case _:

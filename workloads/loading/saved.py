@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from workloads.loading.checkpoint import TORCH_DTYPES, CheckpointReader, check_region, open_checkpoint
+from workloads.loading.paths import MANIFEST
 from workloads.loading.shards import CheckpointError, TensorMeta
 from workloads.loading.snapshot import Snapshot, adopt, take
 from workloads.loading.tensorizer_files import read_file, write_files
@@ -23,7 +24,6 @@ from workloads.loading.weights import ModelRoot, Region, narrow
 from workloads.loading.writer import write_checkpoint
 from workloads.spec import GangSpec
 
-MANIFEST = "saved.json"
 SHARD_BYTES = 4 << 30
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

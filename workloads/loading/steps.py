@@ -24,9 +24,7 @@ from workloads.loading.lifecycle import Lifecycle
 from workloads.loading.mapping import Destination, destinations
 from workloads.loading.padding import fill_padding, record_padding
 from workloads.loading.weights import ModelRoot, Region, WeightModule, narrow
-from workloads.spec import Arrival
-
-WHOLE = Arrival()
+from workloads.spec import WHOLE
 
 
 @dataclass

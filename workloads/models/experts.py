@@ -94,8 +94,14 @@ class RoutedExperts(WeightModule):
         if held is None:
             super().install_expert(expert, one)
             return
-        raw = (one.get_parameter(name).detach() for name in RAW)
-        self.kernel.prepare(*raw, into=ExpertWeights(*(tensor[expert : expert + 1] for tensor in held)))
+        w13, w13_scale, w2, w2_scale = (one.get_parameter(name).detach() for name in RAW)
+        self.kernel.prepare(
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
+            into=ExpertWeights(*(tensor[expert : expert + 1] for tensor in held)),
+        )
 
     def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
         weights = self.transformed()

@@ -12,7 +12,7 @@ from workloads.engines.vllm import offline
 from workloads.engines.vllm.replicas import Replicas
 from workloads.engines.vllm.sources import TREE, digest
 from workloads.loading.shards import read_config
-from workloads.spec import GangSpec, Sampling
+from workloads.spec import WHOLE, Arrival, GangSpec, Sampling
 
 IMPORTED = digest()
 TRANSFER_CHUNK = 64  # tensors of one message of a weight transfer
@@ -78,9 +78,13 @@ class VllmEngine:
         self.workers.prepare()
         return UpdateStats(install_s=time.perf_counter() - started, nbytes=_bytes(folder))
 
-    def update(self, checkpoint: str, via: str) -> UpdateStats:
+    def update(self, checkpoint: str, via: str, arrival: Arrival = WHOLE) -> UpdateStats:
         """Replaces the weights that serve. What was computed with the old ones is forgotten, as vLLM leaves to its
         caller."""
+        if arrival != WHOLE:
+            raise UnsupportedError(
+                f"This adapter updates vLLM as a whole, in vLLM's own order, not by {arrival}."
+            )
         folder = self._folder(checkpoint)
         started = time.perf_counter()
         match via:
@@ -114,6 +118,9 @@ class VllmEngine:
             chunk = {"folder": str(folder), "names": names[start : start + TRANSFER_CHUNK]}
             rpc("update_weights", update_info=chunk)
         rpc("finish_weight_update")
+
+    def save(self, checkpoint: str, via: str) -> None:
+        raise UnsupportedError(f"This adapter does not save the state of vLLM for a start via {via!r}.")
 
     def sleep(self, level: int) -> None:
         self.connection.sleep(level)
