@@ -24,9 +24,9 @@ USED_HIDDEN, USED_INNER = 96, 64
 def test_rows_land_where_the_layout_says() -> None:
     order = row_order(256, False, CPU).tolist()
     for i in range(256):
-        assert order[i // 32 * 32 + i % 4 * 8 + i % 32 // 4] == i
-    pairs = row_order(256, True, CPU).tolist()
-    assert pairs == [i + 1 if i % 2 == 0 else i - 1 for i in order]
+        assert order[i // 128 * 128 + i % 4 * 32 + i % 128 // 4] == i
+    up_then_gate = [*range(1, 256, 2), *range(0, 256, 2)]
+    assert row_order(256, True, CPU).tolist() == [up_then_gate[i] for i in order]
 
 
 @pytest.mark.parametrize("pairs", [True, False])
@@ -49,14 +49,12 @@ def test_the_layout_is_undone(pairs: bool) -> None:
     assert not torch.equal(shuffle_rows(bias, pairs), bias)
 
 
-def test_padding_does_not_stay_at_the_end() -> None:
-    """Which is why stale padding ends up between real rows."""
-    marked = torch.zeros(1, 128, 1)
-    marked[:, 96:] = 1
-    assert shuffle_rows(marked, True)[0, -32:].all()  # a block of 32 rows that is all padding stays one
-    marked[:, 65:] = 1
-    stored = shuffle_rows(marked, False).flatten()
-    assert stored[64:72].tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
+@pytest.mark.parametrize(("pairs", "rows", "used"), [(False, 128, 96), (True, 512, 320)])
+def test_padding_does_not_stay_at_the_end(pairs: bool, rows: int, used: int) -> None:
+    """Which is why stale padding ends up between real rows, and real rows of the load before in padding."""
+    stored = shuffle_rows(torch.arange(rows).view(1, rows, 1) >= used, pairs).flatten()
+    assert stored[:used].any()
+    assert not stored[used:].all()
 
 
 def padded_experts() -> tuple[dict[str, torch.Tensor], ShuffledMoE]:
