@@ -132,10 +132,15 @@ class DeviceSums:
 
     def _run(self, rows: Rows, level: int, flags: Tensor | None) -> None:
         """Sums of `rows` with the keys of `level`; marks in `flags` uint8 [leaves, 3] what their bytes show."""
-        from triton.runtime import JITFunction
+        try:
+            from triton.runtime import JITFunction
 
-        from collectors.row_sums_kernel import row_sums_kernel
-
+            from collectors.row_sums_kernel import row_sums_kernel
+        except ImportError as error:
+            raise RuntimeError(
+                f"Tensors on {self._device} are fingerprinted by a Triton kernel, but {error}: install the triton that "
+                "belongs to this torch."
+            ) from error
         key = keys(level, self._device)
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
             for table in tables(rows, key.data_ptr(), BLOCK):

@@ -78,6 +78,11 @@ class Leaves:
 
     def _device(self, tensor: Tensor) -> DeviceSums:
         if tensor.device not in self._devices:
+            if tensor.device.type not in ("cuda", "cpu"):
+                raise ValueError(
+                    f"Tensors on {tensor.device} cannot be fingerprinted there, only on a CPU and on CUDA devices: "
+                    "fingerprint their copies on the CPU."
+                )
             self._devices[tensor.device] = DeviceSums(tensor.device, self._flags)
         return self._devices[tensor.device]
 

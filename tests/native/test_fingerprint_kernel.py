@@ -1,6 +1,8 @@
 """The fingerprint's kernel in Triton's interpreter, on memory of the CPU: the same digests and flags as without it."""
 
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -72,7 +74,7 @@ def test_folded_sums_equal_the_cpus(kernel: Counted, nbytes: int) -> None:
 
 
 def test_sums_of_folded_sums(kernel: Counted) -> None:
-    """As leaves of more than 8 MiB have, which take the interpreter too long: 256 bytes are too much instead of 4096."""
+    """As leaves of more than 8 MiB have, which take the interpreter too long: 256 bytes are too much, not 4096."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (leaves, device_sums):
             patch.setattr(module, "MOST_BYTES", 256)
@@ -185,3 +187,17 @@ def test_a_model_of_many_tensors_takes_few_launches(kernel: Counted) -> None:
     kernels, cpu = both([*tensors, random_bytes(GROUP_BYTES + 1), random_bytes(1 << 17)])
     assert kernels == cpu
     assert kernel.launches <= 5
+
+
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaves, "on_device", lambda tensor: True)
+    for module in ("triton", "triton.runtime"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RuntimeError, match="install the triton that belongs to this torch"):
+        fingerprints([torch.zeros(5)])
+
+
+def test_other_devices_are_refused() -> None:
+    tensor: Any = SimpleNamespace(device=torch.device("xpu", 0))
+    with pytest.raises(ValueError, match="Tensors on xpu:0 cannot be fingerprinted there"):
+        Leaves(flags=True)._device(tensor)

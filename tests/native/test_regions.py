@@ -1,6 +1,7 @@
 """Boxes of strided tensors filled and copied by one table, in Triton's interpreter, against torch's own operations."""
 
 import random
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -208,3 +209,12 @@ def test_nothing_is_written_when_a_fill_fails(monkeypatch: pytest.MonkeyPatch) -
     assert (module.get_parameter("scale") == 1).all()
     fill_padding(after)  # alone again
     assert (after.get_parameter("scale")[3] == 127).all()
+
+
+def test_a_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("triton", "triton.language"):
+        monkeypatch.setitem(sys.modules, module, None)
+    regions = Regions(CPU)
+    regions.fill(torch.zeros(5), [((0, 5),)], [1.0])
+    with pytest.raises(RuntimeError, match="install the triton that belongs to this torch"):
+        write(regions.plan())

@@ -12,6 +12,8 @@ Scales pack four UE8M0 bytes along K into one little-endian int32 and are MN-maj
 import torch
 from torch import Tensor
 
+from workloads.kernels.regions import Regions, write
+
 GATE_UP_RUN = 8
 SCALE_ROWS = 128  # rows of one UTCCP block, and columns that one packed int32 of scales covers
 LAYOUT_MULTIPLE = 128  # of hidden and intermediate: what the layout itself needs; the SM100 kernel needs 512
@@ -133,4 +135,9 @@ def _copy_into(view: Tensor, raw: Tensor, shape: tuple[int, ...], name: str) -> 
             f"The {name} has shape {tuple(raw.shape)}, but the fused storage holds {tuple(shape)}: "
             "load the tensor of the same model and the same expert-parallel share."
         )
-    view.copy_(raw.reshape(view.shape))
+    if view.is_cuda and raw.device == view.device:  # a third of the time of copy_
+        regions = Regions(view.device)
+        regions.copy(view, raw.reshape(view.shape))
+        write(regions.plan())
+    else:
+        view.copy_(raw.reshape(view.shape))

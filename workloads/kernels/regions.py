@@ -40,10 +40,15 @@ class Writes(NamedTuple):
 
     def run(self) -> None:
         """Queues it."""
-        import triton.language as tl
+        try:
+            import triton.language as tl
 
-        from workloads.kernels.regions_kernel import regions_kernel
-
+            from workloads.kernels.regions_kernel import regions_kernel
+        except ImportError as error:
+            raise RuntimeError(
+                f"Memory on {self.table.device} is filled and copied by a Triton kernel, but {error}: install the "
+                "triton that belongs to this torch."
+            ) from error
         unit = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[self.unit]
         with torch.cuda.device(self.table.device) if self.table.is_cuda else nullcontext():
             regions_kernel[(len(self.tiles),)](
