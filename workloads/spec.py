@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.models.architectures import ARCHITECTURES
+from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.qwen3.config import Qwen3Config
@@ -40,6 +41,7 @@ class Model:
     architecture: str = "kimi_k3"  # transformers, or one of workloads.models.architectures
     size: str = "proxy"  # proxy | full
     tokenizer: str = "byte"  # byte | checkpoint
+    deepseek_v4: DeepseekV4Config = field(default_factory=DeepseekV4Config)
     gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
     qwen3: Qwen3Config = field(default_factory=Qwen3Config)

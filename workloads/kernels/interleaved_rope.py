@@ -39,7 +39,7 @@ def deepseek_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Te
 
 def cos_sin_table(positions: int, frequencies: Tensor) -> Tensor:
     """float32 [positions, 2, D/2]: cosine and sine of every angle, computed in float64 and rounded once."""
-    angles = torch.arange(positions, dtype=torch.float64).unsqueeze(1) * frequencies.cpu()
+    angles = torch.arange(positions, dtype=torch.float64).unsqueeze(1) * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(torch.float32)
 
 

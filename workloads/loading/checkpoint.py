@@ -160,8 +160,8 @@ def is_e8m0(name: str, dtype: str) -> bool:
 
 def is_packed_fp4(name: str, dtype: str) -> bool:
     """Whether a tensor holds two E2M1 codes a byte: `weight_packed` of compressed-tensors, `_blocks` of gpt-oss,
-    `weight` of Quark and ModelOpt."""
-    return dtype == "U8" and name.endswith(("weight_packed", "_blocks", ".weight"))
+    `weight` of Quark and ModelOpt, and whatever is I8, as DeepSeek stores it."""
+    return dtype == "I8" or (dtype == "U8" and name.endswith(("weight_packed", "_blocks", ".weight")))
 
 
 def check_region(name: str, meta: TensorMeta, region: Region) -> None:

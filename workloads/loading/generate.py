@@ -16,7 +16,7 @@ import torch
 from workloads.loading.checkpoint import TORCH_DTYPES
 from workloads.loading.quantized import FORMATS, Pieces
 from workloads.loading.shards import TensorMeta
-from workloads.loading.streams import HEADS, float_tensor, normal, uniform
+from workloads.loading.streams import HEADS, float_tensor, index_tensor, normal, uniform
 from workloads.loading.tensor_table import TensorSpec, every_tensor
 from workloads.loading.transformers_checkpoint import logit_modules
 from workloads.loading.writer import write_checkpoint
@@ -54,8 +54,10 @@ def generate_tensor(spec: TensorSpec, seed: int, heads: Sequence[str] = HEADS) -
     """Values of one tensor, alone, of `spec.dtype` and `spec.shape`.
 
     Floats are those of `float_tensor`; pieces of a quantised matrix are made from such a matrix. heads: modules whose
-    matrix gives logits.
+    matrix gives logits. Rows of a table of indices hold different ones.
     """
+    if spec.below is not None:
+        return index_tensor(spec.name, spec.shape, spec.below, seed)
     if spec.quantized is not None:
         q = spec.quantized
         return _pieces(q.format, q.stem, seed, q.shape)[q.piece].clone()

@@ -11,7 +11,7 @@ from workloads.loading.mapping import Destination
 from workloads.loading.padding import record_padding
 from workloads.loading.saved import ProcessedState
 from workloads.loading.steps import Reader, Steps, UpdateStats
-from workloads.loading.weights import ModelRoot, WeightModule
+from workloads.loading.weights import ModelRoot, Weight, WeightModule
 
 __all__ = ["Incoming", "Loader", "Reader", "ReloadError", "UpdateStats"]
 
@@ -42,7 +42,7 @@ class Loader(Steps):
                 for name, weight in module.weights.items():
                     parameter = module.live(name)
                     assert parameter is not None, "a dummy load starts from freshly created parameters"
-                    _dummy_(parameter, generator, weight.creation_value)
+                    _dummy_(parameter, generator, weight)
                     for placement in weight.placements:
                         record_padding(module, name, placement)
             self._fill_and_post_process_all()
@@ -217,11 +217,13 @@ def _addresses(root: ModelRoot) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors}
 
 
-def _dummy_(parameter: torch.Tensor, generator: torch.Generator, creation_value: float | None) -> None:
-    """Random values that every kernel accepts: small floats, any FP4 nibbles, exponents near 2^-8."""
-    if parameter.dtype.is_floating_point:
+def _dummy_(parameter: torch.Tensor, generator: torch.Generator, weight: Weight) -> None:
+    """Random values that every kernel accepts: small floats, any FP4 nibbles, exponents near 2^-8, valid indices."""
+    if weight.below is not None:
+        parameter.copy_(torch.randint(0, weight.below, parameter.shape, generator=generator))
+    elif parameter.dtype.is_floating_point:
         parameter.copy_(torch.empty(parameter.shape).uniform_(-1e-3, 1e-3, generator=generator))
-    elif creation_value:  # E8M0 scales are created as ones, packed weights as zeros
+    elif weight.creation_value:  # E8M0 scales are created as ones, packed weights as zeros
         parameter.copy_(torch.randint(117, 121, parameter.shape, generator=generator, dtype=torch.uint8))
     else:
         parameter.copy_(torch.randint(0, 256, parameter.shape, generator=generator, dtype=torch.uint8))

@@ -47,7 +47,8 @@ class PerturbedCheckpoint:
     """View of `base` with the change `kind`.
 
     every_tensor: each element of each tensor changes: the low mantissa bits of floats (at most 6 %), the low one or
-    two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa.
+    two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa; of a table of indices the lowest
+    bit, which leaves the indices of an even number of things in range and different ones different.
     one_tensor: the same for tensor `target` only. scales_only: the same for scales of quantised weights only.
     some_tensors: the same for tensors whose name matches the pattern `target` (fnmatch) only.
     expert_tagged: scales and leading bytes of each routed expert spell its id, so that wrong routing shows;
@@ -158,7 +159,7 @@ class PerturbedCheckpoint:
         else:
             after = self._elementwise(name, meta, whole(meta.shape))
             for byte in range(TAG_BYTES):
-                after[:, byte] = expert >> 8 * byte & 0xFF
+                after.view(torch.uint8)[:, byte] = expert >> 8 * byte & 0xFF
         _require_difference(name, meta.dtype, before, after, everywhere=False)
         return after
 
@@ -200,10 +201,12 @@ def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.
         integers, fixed, free, shift = torch.uint8, 0x11, 0x22, 0
     elif before.dtype in _MANTISSA:
         fixed, free, (integers, shift) = 1, 6, _MANTISSA[before.dtype]
+    elif dtype == "I64":
+        integers, fixed, free, shift = torch.int64, 1, 0, 0
     else:
         raise CheckpointError(
             f"Tensor {name!r} has dtype {dtype}, for which no perturbation is defined. Use one_tensor or scales_only "
-            "on a tensor of packed FP4, E8M0, FP8, BF16, F16 or F32."
+            "on a tensor of packed FP4, E8M0, FP8, BF16, F16, F32 or I64."
         )
     after = before.view(integers) ^ (fixed << shift)
     for vector in noise:
@@ -236,7 +239,7 @@ def _require_difference(
     """Refuse a change that changed nothing (or, `everywhere`, not every element) or made an invalid value."""
     if not before.numel():
         return
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[before.element_size()]
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.element_size()]
     differs = before.view(width) != after.view(width)
     if not (differs.all() if everywhere else differs.any()):
         raise CheckpointError(
@@ -245,7 +248,7 @@ def _require_difference(
         )
     if is_e8m0(name, dtype):
         valid = raw_bytes(before) != 0xFF
-    elif dtype == "U8":
+    elif not before.dtype.is_floating_point:
         return
     else:
         valid = after.isfinite() if after.element_size() > 1 else after.to(torch.float32).isfinite()

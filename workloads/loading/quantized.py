@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from workloads.kernels.fp8_blocks import quantize_fp8_blocks
 from workloads.kernels.quantization import BLOCK, quantize_fp8_tiles, quantize_mxfp4, quantize_nvfp4
 
 Pieces = dict[str, torch.Tensor]  # by the piece's name in the table
@@ -38,9 +39,23 @@ def _mxfp4_blocks(matrix: torch.Tensor) -> Pieces:
     return {**pieces, "weight": torch.unflatten(pieces["weight"], -1, (-1, BLOCK // 2))}
 
 
+def _mxfp4_i8(matrix: torch.Tensor) -> Pieces:
+    """As `mxfp4`, with the dtypes that DeepSeek stores: int8 and float8_e8m0fnu."""
+    packed, scales = quantize_mxfp4(matrix)
+    return {"weight": packed.view(torch.int8), "scale": scales.view(torch.float8_e8m0fnu)}
+
+
+def _fp8_e8m0_block128(matrix: torch.Tensor) -> Pieces:
+    """weight E4M3 [..., rows, columns]; scale E8M0 [..., ceil(rows/128), ceil(columns/128)], as DeepSeek-V4 has it."""
+    q, scales = quantize_fp8_blocks(matrix)
+    return {"weight": q, "scale": scales.view(torch.float8_e8m0fnu)}
+
+
 # Each takes float32 [..., rows, columns].
 FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {
     "fp8_block128": _fp8_block128,
+    "fp8_e8m0_block128": _fp8_e8m0_block128,
+    "mxfp4_i8": _mxfp4_i8,
     "nvfp4": _nvfp4,
     "mxfp4": _mxfp4,
     "mxfp4_blocks": _mxfp4_blocks,

@@ -55,9 +55,18 @@ def _floats(
         return normal(name, seed, count, 1.0, NORM_SPREAD)
     if module in heads:
         return normal(name, seed, count, 0.0, HEAD_GAIN / sqrt(shape[-1]))
-    if module == "embed_tokens":
+    if module in ("embed_tokens", "embed"):
         return normal(name, seed, count, 0.0, 1.0)
     return normal(name, seed, count, 0.0, 1 / sqrt(shape[-1]))
+
+
+def index_tensor(name: str, shape: tuple[int, ...], below: int, seed: int) -> torch.Tensor:
+    """int64 of `shape` [rows, columns], each row different numbers below `below`: an arithmetic sequence that wraps."""
+    rows, columns = shape
+    words = np.concatenate(list(_words(name, seed, rows)))
+    step = 1 + (words >> np.uint64(32)) % np.uint64(below // columns)
+    values = words[:, None] % np.uint64(below) + step[:, None] * np.arange(columns, dtype=np.uint64)
+    return torch.from_numpy((values % np.uint64(below)).astype(np.int64))
 
 
 def _words(stream: str, seed: int, count: int) -> Iterator[NDArray[np.uint64]]:

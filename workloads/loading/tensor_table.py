@@ -51,7 +51,7 @@ class Quantized:
 class TensorSpec:
     """One checkpoint tensor. dtype: safetensors name. component: the part of the model that memory plans print.
     read: leading entries of dimension 0 that a model reads, where the stored tensor is longer.
-    quantized: None for a tensor of plain numbers."""
+    quantized: None for a tensor of plain numbers. below: of a table of indices, what they are less than."""
 
     name: str
     dtype: str
@@ -60,6 +60,7 @@ class TensorSpec:
     component: str
     read: int | None = None
     quantized: Quantized | None = None
+    below: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +84,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a table: name below its layer, shape, split, dtype. quantized: with a stem below the layer, too."""
+    """A line of a table: name below its layer, shape, split, dtype. quantized: with a stem below the layer, too. read,
+    below: see `TensorSpec`."""
 
     suffix: str
     shape: tuple[int, ...]
@@ -91,11 +93,19 @@ class Row:
     dtype: str = "BF16"
     read: int | None = None
     quantized: Quantized | None = None
+    below: int | None = None
 
     def spec(self, prefix: str, component: str) -> TensorSpec:
         quantized = self.quantized and replace(self.quantized, stem=prefix + self.quantized.stem)
         return TensorSpec(
-            prefix + self.suffix, self.dtype, self.shape, self.shard, component, self.read, quantized
+            prefix + self.suffix,
+            self.dtype,
+            self.shape,
+            self.shard,
+            component,
+            self.read,
+            quantized,
+            self.below,
         )
 
 

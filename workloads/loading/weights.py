@@ -82,12 +82,14 @@ class Rule:
 @dataclass(frozen=True)
 class Weight:
     """Declaration of one parameter. creation_value fills it when it is created, and its padding on every
-    load; a parameter without padding needs none and is created poisoned."""
+    load; a parameter without padding needs none and is created poisoned. below: of a table of indices, what they
+    are less than."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     placements: tuple[Placement, ...]
     creation_value: float | None = None
+    below: int | None = None
 
 
 def whole(shape: tuple[int, ...] | torch.Size) -> Region:

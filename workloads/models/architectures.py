@@ -10,12 +10,18 @@ from types import ModuleType
 from typing import Any, Protocol, cast
 
 from workloads.loading.tensor_table import Section
+from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.planning import Experts, Load, Part
 from workloads.models.qwen3.config import Qwen3Config
 
-ARCHITECTURES: dict[str, type] = {"gpt_oss": GptOssConfig, "kimi_k3": KimiK3Config, "qwen3": Qwen3Config}
+ARCHITECTURES: dict[str, type] = {
+    "deepseek_v4": DeepseekV4Config,
+    "gpt_oss": GptOssConfig,
+    "kimi_k3": KimiK3Config,
+    "qwen3": Qwen3Config,
+}
 
 
 class TensorTable(Protocol):

@@ -8,6 +8,7 @@ import torch
 from workloads.kernels.activations import GatedActivation
 from workloads.kernels.mega_moe_layout import LAYOUT_MULTIPLE, unfuse_l2_weight
 from workloads.kernels.moe import ExpertWeights, MoEKernel
+from workloads.kernels.shared_expert import SharedWeights
 from workloads.loading.tensor_table import MXFP4_GROUP
 from workloads.loading.weights import Placement, Region, Weight, WeightModule
 from workloads.models.parallel import Group
@@ -22,7 +23,8 @@ _Pair = tuple[torch.Tensor, torch.Tensor]
 class ExpertTensors:
     """Experts of one layer in a checkpoint: expert 3's gate is `{prefix}3.w1.{weight}` with `{prefix}3.w1.{scale}`.
 
-    count: of the layer. hidden: width of their input. intermediate: between their two matrices.
+    count: of the layer. hidden: width of their input. intermediate: between their two matrices. stored: dtype of the
+    packed weights in the checkpoint, of one byte.
     """
 
     prefix: str
@@ -31,6 +33,7 @@ class ExpertTensors:
     intermediate: int
     weight: str = "weight_packed"
     scale: str = "weight_scale"
+    stored: torch.dtype = torch.uint8
 
 
 class RoutedExperts(WeightModule):
@@ -111,9 +114,16 @@ class RoutedExperts(WeightModule):
         loaded = self.kernel.restore(weights)
         return {name: (holder, tensor) for name, holder, tensor in zip(RAW, holders, loaded, strict=True)}
 
-    def forward(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        shared: SharedWeights | None = None,
+    ) -> torch.Tensor:
         """x BF16 [T, H], topk_idx int64 [T, K] (-1: none), topk_weights FP32 [T, K] -> BF16 [T, H].
 
+        shared: an expert that the kernel computes for every token and adds, see `MoEKernel.prepare_shared`.
         Collective over the EP group. Raises RuntimeError when the experts are not finalised: a forward pass
         never makes up for a hook that a load path forgot.
         """
@@ -126,7 +136,7 @@ class RoutedExperts(WeightModule):
         if weights is None:
             weights = ExpertWeights(*(self.get_parameter(name) for name in RAW))
         return self.kernel.forward(
-            x, topk_idx, topk_weights, weights, self.group.handle, self.num_experts, self.activation
+            x, topk_idx, topk_weights, weights, self.group.handle, self.num_experts, self.activation, shared
         )
 
 
@@ -135,25 +145,32 @@ def _expert_weights(tensors: ExpertTensors, names: Sequence[str]) -> dict[str, W
     hidden, inner = tensors.hidden, tensors.intermediate
     padded = -(-inner // LAYOUT_MULTIPLE) * LAYOUT_MULTIPLE
     weights = {}
-    for suffix, source, values, creation in (
-        ("", tensors.weight, 2, 0.0),
-        ("_scale", tensors.scale, MXFP4_GROUP, E8M0_ONE),
+    for suffix, source, values, creation, stored in (
+        ("", tensors.weight, 2, 0.0, tensors.stored),
+        ("_scale", tensors.scale, MXFP4_GROUP, E8M0_ONE, None),
     ):
         columns, down_columns = hidden // values, inner // values
         gate_up, down = ((0, inner), (0, columns)), ((0, hidden), (0, down_columns))
         w13: list[Placement] = []
         w2: list[Placement] = []
         for e, name in enumerate(names):
-            w13.append(_placement(f"{name}w1.{source}", e, gate_up, 0, (padded, columns)))
-            w13.append(_placement(f"{name}w3.{source}", e, gate_up, padded, (padded, columns)))
-            w2.append(_placement(f"{name}w2.{source}", e, down, 0, (hidden, padded // values)))
+            w13.append(_placement(f"{name}w1.{source}", e, gate_up, 0, (padded, columns), stored))
+            w13.append(_placement(f"{name}w3.{source}", e, gate_up, padded, (padded, columns), stored))
+            w2.append(_placement(f"{name}w2.{source}", e, down, 0, (hidden, padded // values), stored))
         w13_shape, w2_shape = (len(names), 2 * padded, columns), (len(names), hidden, padded // values)
         weights[f"w13_weight{suffix}"] = Weight(w13_shape, torch.uint8, tuple(w13), creation)
         weights[f"w2_weight{suffix}"] = Weight(w2_shape, torch.uint8, tuple(w2), creation)
     return weights
 
 
-def _placement(source: str, expert: int, region: Region, start: int, slot: tuple[int, int]) -> Placement:
+def _placement(
+    source: str,
+    expert: int,
+    region: Region,
+    start: int,
+    slot: tuple[int, int],
+    stored: torch.dtype | None,
+) -> Placement:
     """One matrix of one expert at the top left of its slot, which begins at row `start`."""
     (_, rows), (_, columns) = region
     one = (expert, 1)
@@ -162,5 +179,6 @@ def _placement(source: str, expert: int, region: Region, start: int, slot: tuple
         source_region=region,
         target=(one, (start, rows), (0, columns)),
         slot=(one, (start, slot[0]), (0, slot[1])),
+        source_dtype=stored,
         stacked=True,
     )

@@ -1,0 +1,123 @@
+"""What a DeepSeek-V4 generation says does not depend on how its tokens were computed, but does on what it derives."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from deepseek_v4_engine import TOY, make_checkpoint, start_engine
+from k3_engine import NEW, OLD, generate, prompts
+
+from workloads.engines.native import NativeEngine
+from workloads.engines.protocol import Prompt
+from workloads.models.deepseek_v4.mhc import HyperConnection
+from workloads.models.deepseek_v4.moe import Gate, SharedExperts
+from workloads.spec import Sampling
+
+LENGTHS = (1, 5, 70)  # 70 fills the window four times over and makes more groups than the indexer may choose
+NEW_TOKENS = 6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> NativeEngine:
+    return start_engine(checkpoint)
+
+
+def test_decode_equals_prefill(engine: NativeEngine) -> None:
+    """Token i of a generation, its log-probabilities and the draft after it equal those of a prompt that already ends
+    in the tokens before it."""
+    given = prompts(*LENGTHS)
+    decoded = engine.generate(given, Sampling(max_new_tokens=NEW_TOKENS))
+    longer = [
+        Prompt(f"{g.id}+{i}", (*p.token_ids, *g.token_ids[:i]))
+        for p, g in zip(given, decoded, strict=True)
+        for i in range(NEW_TOKENS - 1)
+    ]
+    prefilled = iter(engine.generate(longer, Sampling(max_new_tokens=2)))
+    for generation in decoded:
+        assert len(set(generation.token_ids)) > 1
+        for i in range(NEW_TOKENS - 1):
+            first = next(prefilled)
+            assert first.token_ids == generation.token_ids[i : i + 2], (generation.id, i)
+            assert first.top_logprobs == generation.top_logprobs[i : i + 2], (generation.id, i)
+            assert first.draft_token_ids[1] == generation.draft_token_ids[i + 1], (generation.id, i)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [{"max_batch_tokens": 9, "max_requests": 3}, {"max_requests": 1}, {"moe_kernel": "reference"}],
+    ids=["prompts cut into chunks", "one slot reused", "experts as loaded"],
+)
+def test_a_generation_does_not_depend_on_the_backend(
+    engine: NativeEngine, checkpoint: Path, backend: dict[str, int | str]
+) -> None:
+    given = prompts(*LENGTHS)
+    assert generate(start_engine(checkpoint, **backend), given) == generate(engine, given)
+
+
+def test_a_generation_does_not_depend_on_its_batch(engine: NativeEngine) -> None:
+    together = generate(engine, prompts(*LENGTHS))
+    for i, prompt in enumerate(prompts(*LENGTHS)):
+        assert generate(engine, [prompt]) == together[i : i + 1]
+
+
+def _stale_broadcast(now: torch.nn.Module, before: torch.nn.Module) -> bool:
+    if not isinstance(now, HyperConnection) or not isinstance(before, HyperConnection):
+        return False
+    if now.hc_attn_fn_broadcast is None or before.hc_attn_fn_broadcast is None:
+        return False
+    now.hc_attn_fn_broadcast.copy_(before.hc_attn_fn_broadcast)
+    return True
+
+
+def _stale_shared(now: torch.nn.Module, before: torch.nn.Module) -> bool:
+    if not isinstance(now, SharedExperts) or not isinstance(before, SharedExperts):
+        return False
+    for held, old in zip(now.transformed() or (), before.transformed() or (), strict=True):
+        held.copy_(old)
+    return True
+
+
+def _other_table(now: torch.nn.Module, before: torch.nn.Module) -> bool:
+    if not isinstance(now, Gate) or not now.hashed:
+        return False
+    now.tid2eid.copy_(now.tid2eid ^ 1)
+    return True
+
+
+@pytest.mark.parametrize("stale", [_stale_broadcast, _stale_shared, _other_table])
+def test_generations_depend_on_what_only_the_hook_builds_and_on_the_table_of_experts(
+    checkpoint: Path, stale: object
+) -> None:
+    assert callable(stale)
+    engine, old = start_engine(checkpoint, NEW), start_engine(checkpoint, OLD)
+    right = generate(engine, prompts(20), 2)
+    modules = zip(engine.roots()["target"].modules(), old.roots()["target"].modules(), strict=True)
+    replaced = sum([stale(now, before) for now, before in modules])
+    assert replaced in (1, TOY.num_layers)
+    assert generate(engine, prompts(20), 2) != right
+
+
+def test_what_the_hook_did_not_build_is_refused(checkpoint: Path) -> None:
+    engine = start_engine(checkpoint)
+    target = engine.roots()["target"]
+    connection = target.get_submodule("model.layers.0.hc_attn")
+    held, connection.hc_attn_fn_broadcast = connection.hc_attn_fn_broadcast, None
+    with pytest.raises(RuntimeError, match="hc_attn_fn_broadcast does not exist"):
+        generate(engine, prompts(3))
+    connection.hc_attn_fn_broadcast = held
+    target.get_submodule("model.layers.1.ffn.shared_experts")._shared_l1_weights = None
+    with pytest.raises(RuntimeError, match="shared experts are not finalised"):
+        generate(engine, prompts(3))
+    target.get_submodule("model.layers.0.attn.wq_b").weight_scale = None
+    with pytest.raises(RuntimeError, match="FP8 scales are not packed"):
+        generate(engine, prompts(3))
+
+
+def test_requests_longer_than_the_rotation_tables_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len is 9000 and .*max_position_embeddings 8192"):
+        start_engine(checkpoint, max_model_len=9000)

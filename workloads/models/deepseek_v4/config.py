@@ -1,0 +1,70 @@
+"""Dimensions of a DeepSeek-V4 stack, full size or proxy. Imports no torch: the planner reads it too."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DeepseekV4Config:
+    """Architecture of `DeepseekV4ForCausalLM`; defaults are the CPU proxy (`deepseek_v4_tiny`)."""
+
+    num_layers: int = 6
+    hidden_size: int = 256
+    vocab_size: int = 1024
+    rms_norm_eps: float = 1e-6
+
+    # attention: one head of keys, which are values too; queries and outputs through low ranks
+    num_heads: int = 4
+    kernel_head_multiple: int = 8  # heads of a rank are padded to it for the kernel, with sinks of -inf
+    head_dim: int = 64
+    qk_rope_head_dim: int = 16
+    q_lora_rank: int = 160  # a block of 128 rows and part of another
+    o_groups: int = 2
+    o_lora_rank: int = 128
+    sliding_window: int = 16
+    # of every layer, MTP last: 0 window only, 4 overlapping groups chosen by the indexer, more: all groups of that size
+    compress_ratios: list[int] = field(default_factory=lambda: [0, 0, 4, 8, 4, 0, 0])
+    index_num_heads: int = 4
+    index_head_dim: int = 32
+    index_topk: int = 8
+
+    # rotation: layers that compress use their own theta and YaRN
+    rope_theta: float = 1e4
+    compress_rope_theta: float = 1.6e5
+    rope_factor: float = 16.0
+    rope_original_positions: int = 512
+    rope_beta_fast: float = 32.0
+    rope_beta_slow: float = 1.0
+    max_position_embeddings: int = 8192
+
+    # hyper-connections
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+
+    # every feed-forward is a mixture of experts; the first layers look their experts up by token id
+    num_hash_layers: int = 2
+    num_experts: int = 16
+    num_experts_per_token: int = 2
+    num_shared_experts: int = 1
+    moe_intermediate_size: int = 128
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    expert_quantization: str = "mxfp4"  # mxfp4, or fp8 as the base models are published
+
+    num_mtp_layers: int = 1
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Of the shared experts, which are one MLP."""
+        return self.num_shared_experts * self.moe_intermediate_size
+
+    def indexed(self, layer: int) -> bool:
+        """Whether the groups of a layer overlap and are chosen by an indexer."""
+        return self.compress_ratios[layer] == OVERLAPPING
+
+    def hashed(self, layer: int) -> bool:
+        """Whether a layer finds its experts by token id."""
+        return layer < self.num_hash_layers
+
+
+OVERLAPPING = 4  # the compress ratio whose groups overlap

@@ -1,0 +1,73 @@
+"""DeepSeek-V4, the target model: loaded as one root, run one batch at a time."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from workloads.models.batch import Batch
+from workloads.models.deepseek_v4.attention import WindowCache
+from workloads.models.deepseek_v4.decoder import DecoderLayer, RotaryTables, V4Setting
+from workloads.models.deepseek_v4.mhc import HyperHead
+from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
+from workloads.models.served import Target
+
+
+class DeepseekV4Model(nn.Module):
+    """Embedding and decoder layers."""
+
+    def __init__(self, setting: V4Setting) -> None:
+        super().__init__()
+        config = setting.config
+        self.copies = config.hc_mult
+        self.embed_tokens = VocabParallelEmbedding(
+            setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
+        )
+        self.rotary = RotaryTables(config)
+        self.layers = nn.ModuleList(
+            DecoderLayer(setting, layer, f"layers.{layer}.", first=layer == 0)
+            for layer in range(config.num_layers)
+        )
+
+    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """The copies after the last layer, BF16 [n, copies, H]."""
+        embedded = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
+        x: torch.Tensor = embedded.unsqueeze(1).repeat(1, self.copies, 1)
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x = layer(x, batch, cache, self.rotary)
+        return x
+
+
+class DeepseekV4ForCausalLM(Target):
+    """The target. Every rank of the EP group must run the same sequence of forward passes."""
+
+    def __init__(self, setting: V4Setting) -> None:
+        super().__init__()
+        config = setting.config
+        self.model = DeepseekV4Model(setting)
+        self.hc_head = HyperHead(config, "hc_head")
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm.weight")
+        self.lm_head = ParallelLMHead(setting.groups.tp, config.vocab_size, config.hidden_size, "head.weight")
+
+    def process_weights_after_loading(self) -> None:
+        super().process_weights_after_loading()
+        for layer in self._layers():
+            layer.finalize_model_state()
+
+    def make_caches(self, slots: int, positions: int) -> list[WindowCache]:
+        """One cache a layer for `slots` requests of up to `positions` tokens each."""
+        self.model.rotary.require(positions)
+        return [layer.make_cache(slots, positions) for layer in self._layers()]
+
+    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """The copies of this rank's tokens after the last layer, BF16 [n, copies, H]; caches are advanced."""
+        hidden: torch.Tensor = self.model(batch, caches)
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""
+        logits: torch.Tensor = self.lm_head(self.norm(self.hc_head(hidden)), rows, batch.share)
+        return logits
+
+    def _layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]

@@ -1,0 +1,167 @@
+"""Every checkpoint tensor of a DeepSeek-V4 stack: name, dtype, shape, how it is split, which part of the model it is.
+
+Imports no torch. Names have no common prefix, as published; matrices in FP8 have a `.scale` of E8M0 for every block of
+128 x 128 values, routed experts are two FP4 values to an int8 with a `.scale` for every 32.
+"""
+
+from collections.abc import Iterator
+
+from workloads.loading.tensor_table import (
+    COLUMN,
+    EXPERT,
+    MXFP4_GROUP,
+    REPLICATED,
+    ROW,
+    VOCAB,
+    Quantized,
+    Row,
+    Section,
+    Shard,
+    specs,
+)
+from workloads.models.deepseek_v4.config import DeepseekV4Config
+
+NOT_LOADED: tuple[str, ...] = ()
+FP8_BLOCK = 128
+FP8 = "fp8_e8m0_block128"
+
+
+def sections(c: DeepseekV4Config) -> Iterator[Section]:
+    """The whole checkpoint, layer by layer."""
+    vocab = (c.vocab_size, c.hidden_size)
+    yield Section(specs("", "embedding", [Row("embed.weight", vocab, VOCAB)]), [])
+    for layer in range(c.num_layers):
+        yield _layer(c, layer, f"layers.{layer}.")
+    tail = specs("", "hyper_connections", _hc_head(c)) + specs("", "norms", [_norm("norm", c.hidden_size)])
+    yield Section(tail + specs("", "head", [Row("head.weight", vocab, VOCAB)]), [])
+    for block in range(c.num_mtp_layers):
+        yield _mtp(c, block)
+
+
+def _layer(c: DeepseekV4Config, layer: int, prefix: str, component: str | None = None) -> Section:
+    """A decoder layer. component: what all of it counts as; by default each part counts by itself."""
+    h = c.hidden_size
+    parts = {
+        "norms": [_norm("attn_norm", h), _norm("ffn_norm", h)],
+        "hyper_connections": [*_hc(c, "hc_attn"), *_hc(c, "hc_ffn")],
+        "attention": _attention(c),
+        "compressors": _compressors(c, layer),
+        "router": _router(c, layer),
+        "shared_experts": _mlp(c),
+    }
+    plain = [spec for name, rows in parts.items() for spec in specs(prefix, component or name, rows)]
+    return Section(plain, specs(prefix, component or "routed_experts", _expert(c)), c.num_experts)
+
+
+def _mtp(c: DeepseekV4Config, block: int) -> Section:
+    """A drafter block: a decoder layer with its own input projections, collapse and norm."""
+    h, prefix = c.hidden_size, f"mtp.{block}."
+    layer = _layer(c, c.num_layers + block, prefix, "mtp")
+    rows = [
+        *fp8("e_proj", h, h),
+        *fp8("h_proj", h, h),
+        *(_norm(name, h) for name in ("enorm", "hnorm", "norm")),
+        *_hc_head(c),
+    ]
+    return Section(specs(prefix, "mtp", rows) + layer.plain, layer.templates, layer.experts)
+
+
+def fp8(stem: str, rows: int, columns: int, shard: Shard = REPLICATED) -> list[Row]:
+    """A matrix in FP8 with its scales."""
+    weight, scale = (Quantized(FP8, piece, stem, (rows, columns)) for piece in ("weight", "scale"))
+    blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    return [
+        Row(f"{stem}.weight", (rows, columns), shard, "F8_E4M3", quantized=weight),
+        Row(f"{stem}.scale", blocks, shard, "F8_E8M0", quantized=scale),
+    ]
+
+
+def _norm(name: str, size: int) -> Row:
+    return Row(f"{name}.weight", (size,))
+
+
+def _hc(c: DeepseekV4Config, stem: str) -> list[Row]:
+    """Of one sublayer: projection of all copies to the coefficients, their scales and offsets."""
+    mixes = (2 + c.hc_mult) * c.hc_mult
+    return _float_rows(stem, (mixes, c.hc_mult * c.hidden_size), 3)
+
+
+def _hc_head(c: DeepseekV4Config) -> list[Row]:
+    return _float_rows("hc_head", (c.hc_mult, c.hc_mult * c.hidden_size), 1)
+
+
+def _float_rows(stem: str, shape: tuple[int, int], scales: int) -> list[Row]:
+    sizes = {"fn": shape, "base": shape[:1], "scale": (scales,)}
+    return [Row(f"{stem}_{name}", size, REPLICATED, "F32") for name, size in sizes.items()]
+
+
+def _attention(c: DeepseekV4Config) -> list[Row]:
+    h, width, ranks = c.hidden_size, c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
+    return [
+        *fp8("attn.wq_a", c.q_lora_rank, h),
+        _norm("attn.q_norm", c.q_lora_rank),
+        *fp8("attn.wq_b", width, c.q_lora_rank, COLUMN),
+        *fp8("attn.wkv", c.head_dim, h),
+        _norm("attn.kv_norm", c.head_dim),
+        *fp8("attn.wo_a", ranks, width // c.o_groups, COLUMN),
+        *fp8("attn.wo_b", h, ranks, ROW),
+        Row("attn.attn_sink", (c.num_heads,), COLUMN, "F32"),
+    ]
+
+
+def _compressors(c: DeepseekV4Config, layer: int) -> list[Row]:
+    """What a layer has that attends to compressed groups. It is replicated: every rank chooses the same groups."""
+    ratio = c.compress_ratios[layer]
+    if not ratio:
+        return []
+    if not c.indexed(layer):
+        return _compressor(c, "attn.", ratio, c.head_dim)
+    d = c.index_head_dim
+    return [
+        *_compressor(c, "attn.", 2 * ratio, 2 * c.head_dim, ratio),
+        *fp8("attn.indexer.wq_b", c.index_num_heads * d, c.q_lora_rank),
+        Row("attn.indexer.weights_proj.weight", (c.index_num_heads, c.hidden_size)),
+        *_compressor(c, "attn.indexer.", 2 * ratio, 2 * d, ratio),
+    ]
+
+
+def _compressor(
+    c: DeepseekV4Config, stem: str, candidates: int, width: int, ratio: int | None = None
+) -> list[Row]:
+    """candidates: tokens that an entry pools; width: channels projected for each; ratio: tokens in a group, where
+    groups overlap."""
+    base = f"{stem}compressor."
+    return [
+        Row(f"{base}wkv.weight", (width, c.hidden_size)),
+        Row(f"{base}wgate.weight", (width, c.hidden_size)),
+        _norm(f"{base}norm", width // (candidates // (ratio or candidates))),
+        Row(f"{base}ape", (ratio or candidates, width), REPLICATED, "F32"),
+    ]
+
+
+def _router(c: DeepseekV4Config, layer: int) -> list[Row]:
+    gate = Row("ffn.gate.weight", (c.num_experts, c.hidden_size))
+    if c.hashed(layer):
+        shape = (c.vocab_size, c.num_experts_per_token)
+        return [gate, Row("ffn.gate.tid2eid", shape, REPLICATED, "I64", below=c.num_experts)]
+    return [gate, Row("ffn.gate.bias", (c.num_experts,), REPLICATED, "F32")]
+
+
+def _mlp(c: DeepseekV4Config) -> list[Row]:
+    """The shared experts: w1 gate, w2 down, w3 up."""
+    h, inner, stem = c.hidden_size, c.shared_intermediate_size, "ffn.shared_experts."
+    return [*fp8(f"{stem}w1", inner, h), *fp8(f"{stem}w2", h, inner), *fp8(f"{stem}w3", inner, h)]
+
+
+def _expert(c: DeepseekV4Config) -> list[Row]:
+    """Tensors of one routed expert: w1 gate, w2 down, w3 up."""
+    h, inner, rows = c.hidden_size, c.moe_intermediate_size, []
+    for name, (out, width) in {"w1": (inner, h), "w2": (h, inner), "w3": (inner, h)}.items():
+        stem = f"ffn.experts.*.{name}"
+        if c.expert_quantization == "fp8":
+            rows += fp8(stem, out, width, EXPERT)
+            continue
+        weight, scale = (Quantized("mxfp4_i8", piece, stem, (out, width)) for piece in ("weight", "scale"))
+        rows.append(Row(f"{stem}.weight", (out, width // 2), EXPERT, "I8", quantized=weight))
+        rows.append(Row(f"{stem}.scale", (out, width // MXFP4_GROUP), EXPERT, "F8_E8M0", quantized=scale))
+    return rows
