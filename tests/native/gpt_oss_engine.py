@@ -16,7 +16,7 @@ from workloads.models.parallel import Group, RankGroups
 from workloads.models.served import Setting
 from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism
 
-TOY = GptOssConfig(num_layers=2, vocab_size=512, sliding_window=6)
+TOY = GptOssConfig(num_layers=2, vocab_size=512, sliding_window=6, num_experts=8)
 EXPERTS = "model.layers.1.mlp.experts"
 PARAMETERS = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
 
@@ -32,7 +32,8 @@ def make_spec(
         model=Model("gpt_oss_toy", "gpt_oss", gpt_oss=config),
         parallelism=parallelism or Parallelism(),
         backend=replace(
-            Backend(moe_kernel="reference", max_model_len=128, max_batch_tokens=256, max_requests=8), **backend
+            Backend(moe_kernel="reference", max_model_len=128, max_batch_tokens=256, max_requests=8),
+            **backend,
         ),
         checkpoints={OLD: Checkpoint(), NEW: Checkpoint(perturbation="every_tensor")},
         checkpoint_dirs={OLD: str(folder), NEW: str(folder)},

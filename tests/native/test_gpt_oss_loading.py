@@ -111,12 +111,12 @@ def test_every_loader_divides_an_expert_by_its_blocks(layout: str) -> None:
         columns = {p.source_region[-1] for p in experts.weights["w2_weight_scale"].placements}
         assert columns == {(start // 32, length // 32)}
         assert {name: weight.shape for name, weight in experts.weights.items()} == {
-            "w13_weight": (16, 256, 64),
-            "w13_weight_scale": (16, 256, 4),
-            "w13_bias": (16, 256),
-            "w2_weight": (16, 128, 64),
-            "w2_weight_scale": (16, 128, 4),
-            "w2_bias": (16, 128),
+            "w13_weight": (8, 256, 64),
+            "w13_weight_scale": (8, 256, 4),
+            "w13_bias": (8, 256),
+            "w2_weight": (8, 128, 64),
+            "w2_weight_scale": (8, 128, 4),
+            "w2_bias": (8, 128),
         }
 
 
@@ -252,7 +252,7 @@ def test_a_checkpoint_of_another_layout_or_model_is_refused_untouched(
     engine.start(OLD, "safetensors")
     before = held_bytes(engine)
     for name, problem in (
-        ("other", "gate_up_proj_blocks' has shape (16, 256, 3, 16), expected (16, 320, 3, 16)"),
+        ("other", "gate_up_proj_blocks' has shape (8, 256, 3, 16), expected (8, 320, 3, 16)"),
         ("quark", "experts.0.down_proj.weight' is unexpected"),
     ):
         with pytest.raises(CheckpointError) as refusal:
