@@ -26,12 +26,14 @@ Cell = dict[str, Any]
 
 @dataclass(frozen=True)
 class Reference:
-    """A fresh start that checks compare with. `key` names its folder in the store; `collect` what it gathers."""
+    """A fresh start that checks compare with. `key` names its folder in the store; `collect` what it gathers.
+    `save`: the start whose files it also writes, since nobody else would start an engine for that; else empty."""
 
     key: str
     arm: str
     checkpoint: str
     collect: tuple[str, ...]
+    save: str = ""
 
     @property
     def name(self) -> str:
@@ -119,7 +121,8 @@ class SavedState:
 
 
 def saved_state(cell: Cell, arm: str) -> SavedState | None:
-    """What an arm's scenario needs before it can start; None where it starts on a checkpoint."""
+    """What an arm's scenario needs before it can start; None where it starts on a checkpoint, and for
+    vLLM, whose files the gang of a reference writes beside its own work."""
     first = cell["load_path"]["steps"][0]
     via, checkpoint = first["via"], first["checkpoint"]
     if via not in SAVED or cell["backend"]["engine"] == "vllm":
@@ -130,8 +133,10 @@ def saved_state(cell: Cell, arm: str) -> SavedState | None:
 
 
 def references(cell: Cell) -> list[Reference]:
-    """The fresh starts that the cell's checks name, for every arm."""
-    needs: dict[str, set[str]] = {}
+    """The fresh starts that the cell's checks name or that its own start reads the files of, for every arm."""
+    first = cell["load_path"]["steps"][:1] if cell["backend"]["engine"] == "vllm" else []
+    saved = {step["checkpoint"]: step["via"] for step in first if step["via"] in SAVED}
+    needs: dict[str, set[str]] = {checkpoint: set() for checkpoint in saved}
     for check in cell["load_path"]["checks"]:
         for side in (check["left"], check["right"]):
             name, _, checkpoint = side.partition(".")
@@ -139,10 +144,17 @@ def references(cell: Cell) -> list[Reference]:
                 wanted = "generations" if check["rule"] == "same_generations" else "tensors"
                 needs.setdefault(checkpoint, set()).add(wanted)
     return [
-        Reference(_reference_key(cell, arm, checkpoint, collect), arm, checkpoint, tuple(sorted(collect)))
+        Reference(
+            _reference_key(cell, arm, checkpoint, collect, save),
+            arm,
+            checkpoint,
+            tuple(sorted(collect)),
+            save,
+        )
         for arm in ("candidate", "base")
         if cell["code"][arm] is not None
         for checkpoint, collect in needs.items()
+        for save in (saved.get(checkpoint, ""),)
     ]
 
 
@@ -172,7 +184,7 @@ def served(cell: Cell, arm: str) -> dict[str, str]:
     }
 
 
-def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> str:
+def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str], save: str = "") -> str:
     identity = {key: cell[key] for key in ("format", "model", "parallelism")}
     identity["backend"] = own_backend(cell, arm)
     identity["arm"] = _arm_identity(cell["code"][arm])
@@ -182,6 +194,8 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str]) -> 
     identity["collect"] = sorted(collect)
     if "generations" in collect:
         identity["generations"] = {key: cell["collect"][key] for key in ("prompts", "sampling")}
+    if save:
+        identity["save"] = save
     return digest(identity)
 
 

@@ -10,13 +10,13 @@ from orchestrator.plan import FRESH, cell_arms
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import COLLECTORS, Check, Root
 from orchestrator.schema import RULES as CHECK_RULES
-from workloads.loading.paths import ORDERS, STARTS, UPDATES
+from workloads.loading.paths import ORDERS, SAVED, STARTS, UPDATES
 from workloads.spec import WHOLE, Step
 
 VIA: dict[str, dict[str, tuple[str, ...]]] = {  # how weights arrive, by engine and step
     "native": {"start": tuple(STARTS), "update": tuple(UPDATES)},
     "vllm": {
-        "start": ("safetensors", "dummy", "sharded_state", "tensorizer", "attach"),
+        "start": ("safetensors", "dummy", *SAVED, "attach"),
         "update": ("reload", "iterator", "transfer"),
     },
 }

@@ -273,7 +273,8 @@ def _origin(source: Source, one: Planned, running: Sequence[Planned]) -> str:
 
 
 def _reference_line(reference: Reference, origin: str) -> str:
-    return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {origin}"
+    saves = f"; writes the files of a start via {reference.save}" if reference.save else ""
+    return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {origin}{saves}"
 
 
 def _script(out: Console, one: Planned, store: Store) -> None:

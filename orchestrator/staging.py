@@ -35,6 +35,7 @@ from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step
 
+SAVED = "saved"  # folder below a reference's, of the files that it wrote for other starts
 COLLECTIVE_MARGIN_S = 120  # a collective gives up later than the driver, who knows more about the hang
 GENERATE_TIMEOUT_S = 3600
 
@@ -88,17 +89,25 @@ def arm_gangs(staged: Staged, arm: str) -> ArmGangs:
     if state is not None and not store.holds(state.key):
         saving = [_spec(staged, arm, staged.attempt / f"{prefix}saved", state.steps)]
     specs = [
-        _spec(staged, arm, folder, _reference_steps(missing[key]), own_engine)
+        _spec(staged, arm, folder, _reference_steps(missing[key]), own_engine, folder / SAVED)
         for key, folder in built.items()
     ]
     specs += saving
-    specs.append(_spec(staged, arm, staged.attempt / arm, [Step(**s) for s in cell["load_path"]["steps"]]))
+    steps = [Step(**step) for step in cell["load_path"]["steps"]]
+    specs.append(_spec(staged, arm, staged.attempt / arm, steps, saved=_saved(staged, arm, built)))
     return ArmGangs(
         _gang_set(staged, arm, staged.attempt / arm, specs),
         built,
         {key: staged.attempt / arm / name for key, name in own.items()},
         {key: ref.collect for key, ref in missing.items()},
     )
+
+
+def _saved(staged: Staged, arm: str, built: Mapping[str, Path]) -> Path | None:
+    """Folder that the scenario's start reads: of a reference in the store, or one that is built before it."""
+    saving = (ref for ref in references(staged.cell) if ref.arm == arm and ref.save)
+    folders = (built.get(ref.key, staged.store.references / ref.key) / SAVED for ref in saving)
+    return next(folders, None)
 
 
 def second_gang(staged: Staged, arm: str) -> GangSet:
@@ -280,10 +289,12 @@ def _gsm8k_prompts(cell: Cell) -> Iterable[dict[str, str]]:
 
 
 def _reference_steps(reference: Reference) -> list[Step]:
-    return [
+    """The save comes last: what is saved may leave traces in the engine."""
+    observed = [
         Step("start", reference.checkpoint, FRESH_VIA),
         Step("observe", name=FRESH, collect=list(reference.collect)),
     ]
+    return [*observed, Step("save", reference.checkpoint, reference.save)] if reference.save else observed
 
 
 def _spec(
@@ -292,10 +303,11 @@ def _spec(
     output: Path,
     steps: Sequence[Step],
     backend: Mapping[str, Any] | None = None,
+    saved: Path | None = None,
 ) -> GangSpec:
-    """backend: instead of the cell's."""
+    """backend: instead of the cell's. saved: folder of files that the gang writes for other starts, or reads."""
     cell, collect = staged.cell, staged.cell["collect"]
-    state = saved_state(cell, arm)
+    saved = staged.store.saved / state.key if (state := saved_state(cell, arm)) is not None else saved
     gsm8k_sampling = Sampling(max_new_tokens=collect["gsm8k"]["max_new_tokens"], top_logprobs=1)
     return GangSpec.from_dict(
         {
@@ -313,7 +325,7 @@ def _spec(
             "prompts": dict(staged.prompts),
             "throughput": collect["throughput"],
             "faults": cell["code"][arm]["faults"],
-            "saved_dir": str(staged.store.saved / state.key) if state is not None else "",
+            "saved_dir": "" if saved is None else str(saved),
             "trace": output.name == arm and any("tensors" in step.collect for step in steps),
             "master_addr": master_address(staged.allocation),
             "master_port": free_port(),

@@ -6,15 +6,15 @@ The script uses public entry points of vLLM only, so that it can be sent to whoe
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from orchestrator.judge.attempt import timeline
 from orchestrator.judge.sentences import rank_list
-
-Json = Mapping[str, Any]
+from orchestrator.report.script_parts import Json, arguments, environment, weights
+from orchestrator.report.start_script import start_script
 
 FAILED = ("FAIL", "ERROR")
 #: Codes of findings whose evidence a script can show: bytes, addresses or answers of a running engine.
@@ -79,15 +79,17 @@ if __name__ == "__main__":
 
 
 def reproduction(
-    cell: Json, result: Json, attempt: Path, arguments: Sequence[str] | None
+    cell: Json, result: Json, attempt: Path, words: Sequence[str] | None
 ) -> dict[str, str] | None:
     """What verdict.json holds of a failed cell: {"command", "script", "note"}, each "" where there is none; None of
-    a cell that did not fail. arguments: of the command line that plans the cell alone."""
+    a cell that did not fail. words: of the command line that plans the cell alone."""
     if result["verdict"] not in FAILED:
         return None
-    command = "" if arguments is None else _command(arguments)
-    if cell["backend"]["engine"] != "vllm" or result["verdict"] != "FAIL":
+    command = "" if words is None else _command(words)
+    if cell["backend"]["engine"] != "vllm":
         return {"command": command, "script": "", "note": ""}
+    if result["verdict"] == "ERROR":
+        return {"command": command, "script": start_script(cell, result, attempt), "note": ""}
     shown = (finding for finding in result["findings"] if finding["code"] in _SHOWN)
     finding = next(shown, None)
     if finding is None:
@@ -104,9 +106,9 @@ def reproduction(
     return {"command": command, "script": script, "note": why_not}
 
 
-def _command(arguments: Sequence[str]) -> str:
+def _command(words: Sequence[str]) -> str:
     """Exact repetitions are left out; of two values of a key the last one counts, as on any command line."""
-    kept = dict.fromkeys(argument for argument in arguments if not argument.startswith("rerun="))
+    kept = dict.fromkeys(word for word in words if not word.startswith("rerun="))
     return shlex.join(["python", "-m", "orchestrator", *kept, "rerun=true"])
 
 
@@ -156,11 +158,11 @@ def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
     loaded = dict.fromkeys(step["checkpoint"] for step in steps)
     return _SCRIPT.substitute(
         found=f"{where}{'; ' + fingerprints if fingerprints else ''}",
-        weights="\n".join(_weights(cell, list(loaded), dirs)),
-        environment=repr(_environment(cell)),
+        weights="\n".join(weights(cell, list(loaded), dirs)),
+        environment=repr(environment(cell)),
         names=repr(names),
         model=_MODEL[root],
-        arguments=repr(_arguments(cell)),
+        arguments=repr(arguments(cell)),
         start=repr(dirs[steps[0]["checkpoint"]]),
         load_format=repr(_STARTS[steps[0]["via"]]),
         updates=repr([call for step in steps[1:] for call in _calls(step["via"], dirs[step["checkpoint"]])]),
@@ -174,53 +176,3 @@ def _calls(via: str, folder: str) -> list[tuple[str, dict[str, Any]]]:
     # After a dummy start the loader would make random weights again.
     from_files = {"overrides": {"load_config": {"load_format": "auto"}}}
     return [("update_config", from_files), ("reload_weights", {"weights_path": folder})]
-
-
-def _environment(cell: Json) -> dict[str, str]:
-    backend, tp = cell["backend"], cell["parallelism"]["tp"]
-    own = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if backend["device"] == "cpu":
-        own["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tp == 1 else "|".join(map(str, range(tp)))
-    return {**own, **backend["env"]}
-
-
-def _arguments(cell: Json) -> dict[str, Any]:
-    backend = cell["backend"]
-    return {
-        "tensor_parallel_size": cell["parallelism"]["tp"],
-        **({"enable_expert_parallel": True} if cell["parallelism"]["ep"] > 1 else {}),
-        "dtype": backend["dtype"],
-        "skip_tokenizer_init": True,
-        "max_model_len": backend["max_model_len"],
-        "max_num_batched_tokens": backend["max_batch_tokens"],
-        "max_num_seqs": backend["max_requests"],
-        **backend["options"],
-    }
-
-
-def _weights(cell: Json, names: Sequence[str], dirs: Mapping[str, str]) -> Iterator[str]:
-    """A line for each checkpoint: whose files they are, or the commands of this project that make them."""
-    config = json.dumps(cell["model"].get(cell["model"]["architecture"], {}), separators=(",", ":"))
-    made: set[str] = set()
-    for name in names:
-        checkpoint, folder = cell["checkpoints"][name], dirs[name]
-        perturbed = checkpoint["perturbation"] != "none"
-        given = checkpoint["path"]
-        base = given or (_unperturbed(cell, checkpoint, dirs) or f"{folder}-base" if perturbed else folder)
-        if base not in made:
-            made.add(base)
-            order = f"<(echo {shlex.quote(config)}) {checkpoint['seed']} {shlex.quote(base)}"
-            made_by = f"python -m workloads.loading.transformers_checkpoint {order}"
-            yield f"# weights: {f'the files in {given}' if given else made_by}"
-        if perturbed:
-            change = shlex.quote(json.dumps(checkpoint, separators=(",", ":")))
-            places = f"{shlex.quote(base)} <(echo {change}) {shlex.quote(folder)}"
-            yield f"# weights: python -m workloads.loading.materialize {places}"
-
-
-def _unperturbed(cell: Json, checkpoint: Json, dirs: Mapping[str, str]) -> str | None:
-    """Folder of the entry with the same seed that is used as it is."""
-    for name, other in cell["checkpoints"].items():
-        if other["path"] is None and other["seed"] == checkpoint["seed"] and other["perturbation"] == "none":
-            return dirs[name]
-    return None

@@ -242,7 +242,7 @@ BROKEN = [
     ),
     (
         [config(), *INSTALLED, STEPS.replace("safetensors", "gguf")],
-        r"a step `start` goes via one of: safetensors, dummy, sharded_state, tensorizer, attach",
+        r"a step `start` goes via one of: safetensors, dummy, tensorizer_raw, sharded_state, tensorizer, attach",
     ),
     (
         [config(), *INSTALLED, steps("{do: sleep, level: 3}", WAKE)],

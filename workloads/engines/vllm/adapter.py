@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from workloads.engines.protocol import Generation, Prompt, Tokenizer, UnsupportedError, UpdateStats
 from workloads.engines.tokenizer import make_tokenizer
-from workloads.engines.vllm import offline
+from workloads.engines.vllm import offline, saved
 from workloads.engines.vllm.replicas import Replicas
 from workloads.engines.vllm.sources import TREE, digest
 from workloads.loading.shards import read_config
@@ -65,14 +65,15 @@ class VllmEngine:
             from workloads.engines.vllm.server import ServerEngine
 
             self._connection = ServerEngine(self.spec)
-        elif via in offline.LOAD_FORMATS:
+        elif via in offline.STARTS:
             self._connection = offline.OfflineEngine(self.spec, folder, via)
         else:
             raise UnsupportedError(f"This adapter cannot start vLLM via {via!r}.")
+        asked = Path(self.spec.saved_dir) if via == saved.SHARDED else folder
         served = self.connection.served()
-        if Path(served).resolve() != folder.resolve():
+        if Path(served).resolve() != asked.resolve():
             raise EngineError(
-                f"The engine serves {served}, but checkpoint {checkpoint!r} is {folder}: start it on that folder, or "
+                f"The engine serves {served}, but checkpoint {checkpoint!r} is {asked}: start it on that folder, or "
                 "name the checkpoint that it serves."
             )
         self.workers.prepare()
@@ -120,7 +121,16 @@ class VllmEngine:
         rpc("finish_weight_update")
 
     def save(self, checkpoint: str, via: str) -> None:
-        raise UnsupportedError(f"This adapter does not save the state of vLLM for a start via {via!r}.")
+        """Writes what a start via `via` reads, in the engine's own ways, to the folder that the specification names."""
+        if self.rank:
+            return  # replicas hold the same
+        folder = self._folder(checkpoint)
+        saved.make_folder(self.spec, folder)
+        if via == saved.SHARDED:
+            self.connection.rpc("save_sharded_state", path=self.spec.saved_dir)
+        else:
+            file = saved.tensors_uri(self.spec)
+            self.connection.rpc("refit_save", via=via, checkpoint=str(folder), file=file)
 
     def sleep(self, level: int) -> None:
         self.connection.sleep(level)

@@ -6,25 +6,27 @@ from pathlib import Path
 from typing import Any
 
 from workloads.engines.protocol import Generation, Prompt, UnsupportedError
-from workloads.engines.vllm import transfer
+from workloads.engines.vllm import saved, transfer
+from workloads.loading.paths import SAVED
 from workloads.spec import GangSpec, Sampling
 
 EXTENSION = "workloads.engines.vllm.worker.AuditExtension"
-# vLLM's own names of how a start gets its weights.
-LOAD_FORMATS = {"safetensors": "safetensors", "dummy": "dummy"}
+FROM_FOLDER = ("safetensors", "dummy")  # starts that vLLM calls by the same names
+STARTS = (*FROM_FOLDER, *SAVED)
 
 
 class OfflineEngine:
     """One replica. Its worker runs in this process where one is enough, else in processes that vLLM starts."""
 
     def __init__(self, spec: GangSpec, folder: Path, via: str) -> None:
+        saved.check(spec)
         os.environ.update(_environment(spec))
         from vllm import LLM
         from vllm.platforms import current_platform
 
         if _sleeps(spec) and not current_platform.is_sleep_mode_available():
             raise UnsupportedError(f"vLLM has no sleep mode on {current_platform.device_name}.")
-        self._llm = LLM(**_arguments(spec, folder, via))
+        self._llm = LLM(**arguments(spec, folder, via))
         self._spec = spec
 
     def rpc(self, method: str, **arguments: Any) -> list[Any]:
@@ -97,13 +99,14 @@ def _cores(workers: int) -> str:
     return "|".join(",".join(map(str, one)) for one in lists)
 
 
-def _arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
+def arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
+    """Of `LLM`."""
     backend = spec.backend
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tensor_parallel_size": spec.parallelism.tp,
         "dtype": backend.dtype,
-        "load_format": LOAD_FORMATS[via],
+        "load_format": via,
         "skip_tokenizer_init": True,  # prompts are token ids, so that every engine gets the same
         "max_model_len": backend.max_model_len,
         "max_num_batched_tokens": backend.max_batch_tokens,
@@ -118,6 +121,8 @@ def _arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
         arguments["enable_sleep_mode"] = True
     if any(step.via == "transfer" for step in spec.steps):
         arguments["weight_transfer_config"] = {"backend": transfer.NAME}
+    if via not in FROM_FOLDER:
+        arguments |= saved.arguments(spec, via)
     return arguments | dict(backend.options)
 
 

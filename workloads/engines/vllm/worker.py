@@ -15,7 +15,7 @@ from torch import nn
 from collectors.located import LocatedPieces
 from collectors.tensors import TensorAuditor
 from workloads.engines.protocol import Part, Rule
-from workloads.engines.vllm import faults, transfer
+from workloads.engines.vllm import faults, saved, transfer
 from workloads.engines.vllm.packed import packed_weights
 from workloads.engines.vllm.rules import Rules, read_rules
 from workloads.engines.vllm.sources import digest
@@ -69,6 +69,7 @@ class AuditExtension:
         model_runner: Any
         vllm_config: Any
         reload_weights: Any
+        save_tensorized_model: Any
 
     def refit_prepare(self, gang_file: str, first_rank: int) -> dict[str, Any]:
         """Makes this worker the observer of its rank; returns which rank that is and which file runs here."""
@@ -118,6 +119,20 @@ class AuditExtension:
     def refit_iterate(self, folder: str) -> None:
         """An update whose tensors come one by one, each in memory of its own that is gone after its turn."""
         self.reload_weights(weights_iterator=_each(folder))
+
+    def refit_save(self, via: str, checkpoint: str, file: str) -> None:
+        """Writes this worker's file of tensors for a start via tensorizer; file: a pattern where there are several."""
+        own = file % self.rank if "%" in file else file
+        if via == saved.RAW:
+            saved.write_raw(checkpoint, own)
+            return
+        try:
+            self.save_tensorized_model(tensorizer_config={"tensorizer_uri": file})
+        except Exception as error:
+            # When all tensors are written, vLLM asks a hub for the rest of the model, which a folder's name is not in.
+            if not type(error).__module__.startswith("huggingface_hub"):
+                raise
+            log.warning("%s is written; vLLM then found no hub: %s", own, error)
 
 
 def _each(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
