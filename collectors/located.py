@@ -24,10 +24,11 @@ PACKED = "packed"  # origin of tensors that were read back through a kernel, whi
 
 class LocatedPieces:
     """The `Pieces` of one rank. tp: ranks that weights are split over. not_loaded: rules of checkpoint tensors that
-    the engine leaves out by design, by name pattern, with the reason."""
+    the engine leaves out by design, by name pattern, with the reason. whole: roots that owe their whole checkpoint;
+    others, such as a draft in its target's checkpoint, owe what was found in it."""
 
-    def __init__(self, tp: int, not_loaded: Sequence[Rule]) -> None:
-        self._tp, self._not_loaded = tp, not_loaded
+    def __init__(self, tp: int, not_loaded: Sequence[Rule], whole: Collection[str] = ("target",)) -> None:
+        self._tp, self._not_loaded, self._whole = tp, not_loaded, whole
         self._places: dict[tuple[str, bool], list[Located]] = {}
         self._reasons: dict[str, dict[str, str]] = {}
         self._known: dict[CheckpointReader, _Known] = {}
@@ -50,7 +51,8 @@ class LocatedPieces:
                 yield kind, record
                 if record["fp"] == record["expected"]:
                     regions.setdefault(record["source"], set()).add(record["region"])
-        yield "source", _source(root, known.tensors, excused, regions, self._reasons[root])
+        shown = {n: meta for n, meta in known.tensors.items() if root in self._whole or n in regions}
+        yield "source", _source(root, shown, excused, regions, self._reasons[root])
 
     def _search(self, root: str, live: Collection[Found], known: "_Known", owed: int) -> None:
         """Where the pieces lie, unless most of them are known to lie somewhere."""
@@ -110,16 +112,12 @@ def _source(
     regions: Mapping[str, set[Region]],
     reasons: Mapping[str, str],
 ) -> Record:
-    """What a rank holds of the checkpoint. Which slices it owes nobody knows here: all ranks together owe the whole.
-
-    A draft model has weights of its own and some of the target's; it owes what was found in it.
-    """
-    shown = {name: meta for name, meta in tensors.items() if root == "target" or name in regions}
-    owed = {name: meta for name, meta in shown.items() if name not in excused}
+    """What a rank holds of the checkpoint. Which slices it owes nobody knows here: all ranks together owe the whole."""
+    owed = {name: meta for name, meta in tensors.items() if name not in excused}
     return {
         "root": root,
         "shared": True,
-        "tensors": {name: [meta.shape, DTYPE_BYTES[meta.dtype]] for name, meta in shown.items()},
+        "tensors": {name: [meta.shape, DTYPE_BYTES[meta.dtype]] for name, meta in tensors.items()},
         "regions": {name: sorted(boxes) for name, boxes in regions.items()},
         "excused": excused,
         "reasons": {name: reason for name, reason in reasons.items() if name in owed},

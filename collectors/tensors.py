@@ -2,10 +2,11 @@
 
 import gc
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -78,17 +79,25 @@ class TensorAuditor:
         self._trace = StorageTrace()
         return self._trace
 
-    def observe(self, folder: Path, rank: int, name: str, checkpoint_reader: CheckpointReader) -> None:
+    def observe(
+        self,
+        folder: Path,
+        rank: int,
+        name: str,
+        checkpoint_reader: CheckpointReader,
+        own_readers: Mapping[str, CheckpointReader] = MappingProxyType({}),
+    ) -> None:
         """Writes `<folder>/tensors-<rank>.jsonl` for observation `name`.
 
         checkpoint_reader: the checkpoint that the engine should hold; pass the same object again and its slices
-        are not read again. Raises OSError with the path when the records cannot be written, and WalkError when a
-        bound of the walk is met.
+        are not read again. own_readers: of roots with a checkpoint of their own. Raises OSError with the path when
+        the records cannot be written, and WalkError when a bound of the walk is met.
         """
         with _collector_paused():
-            self._observe(rank_file(folder, "tensors", rank), rank, name, checkpoint_reader)
+            readers = defaultdict(lambda: checkpoint_reader, own_readers)
+            self._observe(rank_file(folder, "tensors", rank), rank, name, readers)
 
-    def _observe(self, path: Path, rank: int, name: str, checkpoint_reader: CheckpointReader) -> None:
+    def _observe(self, path: Path, rank: int, name: str, readers: Mapping[str, CheckpointReader]) -> None:
         roots = self._engine.roots()
         runtime = self._engine.runtime_tensors()
         found = walk({**roots, **self._around()})
@@ -105,7 +114,7 @@ class TensorAuditor:
             writer.write("header", header | self._header)
             writer.write_all("tensor", tensors)
             for root in roots:
-                for kind, record in self._pieces.records(root, found, audited, checkpoint_reader):
+                for kind, record in self._pieces.records(root, found, audited, readers[root]):
                     writer.write(kind, record)
             if self._trace is not None:
                 reached = {one.storage for one in found} | self._only_ours()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from orchestrator.provenance import checkout
 from orchestrator.schema import Root
-from orchestrator.transformers_config import read_model_config
+from orchestrator.transformers_config import drafts, read_model_config
 from workloads.loading.shards import CheckpointError, TensorMeta, mismatches, read_layout
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import ARCHITECTURES, tensor_table
@@ -32,9 +32,11 @@ def checkpoint_problems(root: Root) -> Iterator[str]:
     for name, folder in folders.items():
         yield from _first(f"checkpoints.{name}.path", _problems(folder, model.architecture, dimensions))
     if model.architecture == "transformers":
-        for first, other in pairwise(folders):
-            found = _differences(folders[first], folders[other])
-            yield from _first(f"checkpoints.{other}.path, beside checkpoints.{first}.path", found)
+        own = drafts(root)
+        for together in ([n for n in folders if n not in own], [n for n in folders if n in own]):
+            for first, other in pairwise(together):
+                found = _differences(folders[first], folders[other])
+                yield from _first(f"checkpoints.{other}.path, beside checkpoints.{first}.path", found)
 
 
 def _first(key: str, found: Sequence[str]) -> Iterator[str]:

@@ -188,8 +188,10 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str], sav
     identity = {key: cell[key] for key in ("format", "model", "parallelism")}
     identity["backend"] = own_backend(cell, arm)
     identity["arm"] = _arm_identity(cell["code"][arm])
-    identity["checkpoint"] = cell["checkpoints"][checkpoint]
-    identity["input"] = cell["inputs"].get(f"checkpoints.{checkpoint}.path")
+    draft = cell["checkpoints"][checkpoint].get("draft")
+    weights = [checkpoint, draft] if draft else [checkpoint]
+    identity["checkpoint"] = [{**cell["checkpoints"][name], "draft": ""} for name in weights]
+    identity["input"] = [cell["inputs"].get(f"checkpoints.{name}.path") for name in weights]
     identity["image"] = _image(cell)
     identity["collect"] = sorted(collect)
     if "generations" in collect:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from orchestrator import backend_rules, cluster_rules, memory, scenario_rules
+from orchestrator import backend_rules, cluster_rules, draft_rules, memory, scenario_rules
 from orchestrator.architectures import ARCHITECTURES, architecture
 from orchestrator.cluster_rules import one_of
 from orchestrator.rule_parts import Problems, at_least, divides
@@ -72,6 +72,7 @@ _PLAIN: tuple[Callable[[Root], Problems], ...] = (
     _layout,
     _model,
     backend_rules.problems,
+    draft_rules.problems,
     *cluster_rules.RULES,
     *scenario_rules.RULES,
 )

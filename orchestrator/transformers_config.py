@@ -16,12 +16,17 @@ EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_expe
 Config = Mapping[str, Any]
 
 
+def drafts(root: Root) -> set[str]:
+    """Names of the checkpoints that a drafter loads: of another model, perhaps."""
+    return {checkpoint.draft for checkpoint in root.checkpoints.values() if checkpoint.draft}
+
+
 def configs(root: Root) -> list[tuple[str, Config]]:
-    """Each configuration that the cell names, with the key or file in which it stands. A folder without a readable
-    one is left out here: `orchestrator.checkpoint_rules` says what is wrong with it."""
+    """Each configuration that the cell names for its model, with the key or file in which it stands. A folder without
+    a readable one is left out here: `orchestrator.checkpoint_rules` says what is wrong with it."""
     given: list[tuple[str, Config]] = [(KEY, root.model.transformers)] if root.model.transformers else []
-    for checkpoint in root.checkpoints.values():
-        if checkpoint.path is not None:
+    for name, checkpoint in root.checkpoints.items():
+        if checkpoint.path is not None and name not in drafts(root):
             folder = Path(checkpoint.path).expanduser()
             try:
                 given.append((str(folder / CONFIG), read_model_config(folder)))

@@ -25,7 +25,11 @@ class RankObserver:
 
     def tensors(self, observation: str, checkpoint: str) -> None:
         """Audits every tensor against checkpoint entry `checkpoint`, which the engine should hold."""
-        self._auditor.observe(self._folder(observation), self._rank, observation, self._reader(checkpoint))
+        draft = self._spec.checkpoints[checkpoint].draft
+        readers = {"draft": self._reader(draft)} if draft else {}
+        self._auditor.observe(
+            self._folder(observation), self._rank, observation, self._reader(checkpoint), readers
+        )
 
     def memory(self, observation: str) -> None:
         gather_memory(self._engine, rank_file(self._folder(observation), "memory", self._rank), self._rank)

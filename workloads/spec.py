@@ -79,6 +79,9 @@ class Checkpoint:
     perturbation: str = "none"  # none | every_tensor | one_tensor | scales_only | expert_tagged
     perturbation_seed: int = 1
     perturbation_target: str = ""  # tensor name, for one_tensor
+    draft: str = (
+        ""  # entry that a drafter loads beside this one; empty: there is no drafter, or it finds its own
+    )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """Coverage of an engine that does not say where its weights lie: by content, with the kernel's copies, in shards."""
 
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collectors.located import LocatedPieces
+from collectors.tensors import TensorAuditor
 from collectors.walk import Found
-from workloads.engines.protocol import Rule
+from workloads.engines.protocol import Part, Rule
 from workloads.loading.checkpoint import CheckpointReader, open_checkpoint
 from workloads.loading.shards import TensorMeta
 from workloads.loading.writer import write_checkpoint
@@ -138,3 +141,58 @@ def test_a_kernel_that_loses_the_sign_of_zero_still_holds_its_weight(tmp_path: P
     parts, source = audit(LocatedPieces(1, []), {path: weight + 0.0}, reader, (path,))
     assert not wrong(parts)
     assert source["bytes_audited"] == source["bytes_expected"] == 256
+
+
+class Drafted:
+    """A target and a draft of the same model, by seed of their weights."""
+
+    def __init__(self, target: int, draft: int) -> None:
+        self.models = {"target": nn.Module(), "draft": nn.Module()}
+        self.load("target", target)
+        self.load("draft", draft)
+
+    def load(self, root: str, seed: int) -> None:
+        for path, tensor in live(seed).items():
+            name = path.removeprefix("target:").replace(".", "_")
+            self.models[root].register_parameter(name, nn.Parameter(tensor))
+
+    def roots(self) -> Mapping[str, nn.Module]:
+        return self.models
+
+    def parts(self, root: str) -> Sequence[Part]:
+        return ()
+
+    def rules(self) -> Sequence[Rule]:
+        return ()
+
+    def runtime_tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+def missing(folder: Path) -> dict[str, list[str]]:
+    """What each root lacks of its checkpoint."""
+    records = map(json.loads, (folder / "tensors-00000.jsonl").read_text().splitlines())
+    return {record["root"]: record["missing"] for record in records if record["kind"] == "source"}
+
+
+def test_a_draft_is_held_against_the_checkpoint_of_its_own(
+    checkpoints: list[CheckpointReader], tmp_path: Path
+) -> None:
+    engine = Drafted(target=0, draft=1)
+    auditor = TensorAuditor(engine, LocatedPieces(1, NOT_LOADED, whole=("target", "draft")))
+    auditor.observe(tmp_path / "fresh", 0, "fresh", checkpoints[0], {"draft": checkpoints[1]})
+    assert missing(tmp_path / "fresh") == {"target": [], "draft": []}
+    engine.load("target", 1)
+    auditor.observe(tmp_path / "stale", 0, "stale", checkpoints[1], {"draft": checkpoints[0]})
+    assert missing(tmp_path / "stale") == {
+        "target": [],
+        "draft": sorted(TENSORS.keys() - {"model.rotary_emb.inv_freq"}),
+    }
+
+
+def test_a_draft_without_one_owes_what_was_found_in_it(
+    checkpoints: list[CheckpointReader], tmp_path: Path
+) -> None:
+    auditor = TensorAuditor(Drafted(target=0, draft=1), LocatedPieces(1, NOT_LOADED))
+    auditor.observe(tmp_path / "fresh", 0, "fresh", checkpoints[0])
+    assert missing(tmp_path / "fresh") == {"target": [], "draft": []}

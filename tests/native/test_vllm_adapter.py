@@ -20,9 +20,9 @@ def spec(tmp_path: Path, *steps: Step, **parallelism: int) -> GangSpec:
         output=str(tmp_path),
         model=Model(),
         parallelism=Parallelism(**parallelism),
-        backend=Backend(engine="vllm"),
-        checkpoints={"old": Checkpoint()},
-        checkpoint_dirs={"old": "/weights/old"},
+        backend=Backend(engine="vllm", options={"speculative_config": {"method": "draft_model"}}),
+        checkpoints={"old": Checkpoint(draft="small"), "small": Checkpoint(seed=7)},
+        checkpoint_dirs={"old": "/weights/old", "small": "/weights/small"},
         steps=list(steps),
         saved_dir=str(tmp_path / "saved"),
     )
@@ -85,13 +85,19 @@ def test_the_digest_follows_every_module_of_the_rank_side(
 def test_experts_are_dealt_out_only_where_the_layout_says_so(tmp_path: Path) -> None:
     folder = Path("/weights/old")
     for ep, expected in ((1, False), (2, True)):
-        given = offline.arguments(spec(tmp_path, tp=2, ep=ep), folder, "safetensors")
+        given = offline.arguments(spec(tmp_path, tp=2, ep=ep), folder, "safetensors", None)
         assert given.get("enable_expert_parallel", False) is expected
+
+
+def test_a_draft_is_given_with_the_options_of_the_config(tmp_path: Path) -> None:
+    given = offline.arguments(spec(tmp_path), Path("/weights/old"), "dummy", Path("/weights/small"))
+    assert given["speculative_config"] == {"method": "draft_model", "model": "/weights/small"}
+    assert given["load_format"] == "dummy"
 
 
 def test_each_start_from_saved_files_is_told_where_they_are(tmp_path: Path) -> None:
     def given(via: str, tp: int = 1) -> dict[str, Any]:
-        return offline.arguments(spec(tmp_path, tp=tp), Path("/weights/old"), via)
+        return offline.arguments(spec(tmp_path, tp=tp), Path("/weights/old"), via, None)
 
     assert given("sharded_state")["model"] == str(tmp_path / "saved")
     assert given("sharded_state")["load_format"] == "sharded_state"

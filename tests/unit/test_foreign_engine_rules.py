@@ -67,7 +67,14 @@ def found(composer: Composer, *overrides: str) -> list[str]:
     return cell.problems or problems(cell.root)  # type: ignore[arg-type]  # without problems there is a root
 
 
+DRAFTED = [
+    STEPS.replace("checkpoint: new", "checkpoint: old"),
+    COVERAGE,
+    "checkpoints.old.draft=new",
+    "+backend.options.speculative_config={method: draft_model, num_speculative_tokens: 2}",
+]
 VALID = [
+    DRAFTED,
     [],
     ["parallelism=single"],
     ["parallelism={tp: 4, dp: 1, ep: 1, nodes: 1, gpus_per_node: 4}"],  # more ranks than key-value heads
@@ -110,10 +117,43 @@ BROKEN = [
         [config(rope_theta=float("inf")), *INSTALLED],
         r"model\.transformers\.rope_theta is inf, which JSON cannot say",
     ),
-    ([config()], r"engine is native and model\.architecture is transformers: the native engine runs kimi_k3"),
+    ([config()], r"engine is native and model\.architecture is transformers: the native engine runs .*kimi_k3"),
     (
         ["model.architecture=kimi_k3", *INSTALLED],
         r"^backend\.engine is vllm and model\.architecture is kimi_k3: .* model\.architecture=transformers",
+    ),
+    # drafts
+    (
+        [config(), *INSTALLED, *DRAFTED, "checkpoints.old.draft=f"],
+        r"checkpoints\.old\.draft is 'f'; the other checkpoints of this config are: new\.",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED, "checkpoints.old.draft=old"],
+        r"checkpoints\.old\.draft is 'old'; the other checkpoints of this config are: new\.",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED, "checkpoints.new.draft=old"],
+        r"checkpoints\.old\.draft is 'new', which names a draft of its own, 'old': a draft has none",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED, STEPS],
+        r"checkpoints\.new\.draft is not set, but that of old is, and load_path\.steps load both",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED[:3]],
+        r"checkpoints\.old\.draft is 'new', and nothing says how drafts are made: set backend\.options\.speculative",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED, "+backend.options.speculative_config.model=/x"],
+        r"options\.speculative_config\.model follows from another key: set checkpoints\.old\.draft instead",
+    ),
+    (
+        [config(), *INSTALLED, *DRAFTED, *ATTACH],
+        r"checkpoints\.old\.draft is 'new', and backend\.url names a server, which was started with a draft of its",
+    ),
+    (
+        ["checkpoints.old.draft=new", "model.architecture=kimi_k3"],
+        r"checkpoints\.old\.draft is 'new', and backend\.engine native takes its draft from the checkpoint itself",
     ),
     # layout
     (
@@ -322,7 +362,7 @@ def test_an_engine_of_ones_own_is_driven_as_the_native_one(shared: Composer) -> 
     assert found(shared, own, "+backend.options.x=1", "cluster.memory_gb=2") == []
     assert found(shared, own, config(), "parallelism=tp2_ep1", *TRANSFORMERS) == []
     told = found(shared, own, "load_path.update=reload")
-    assert "a step `update` goes via one of: layerwise, direct." in told[0]
+    assert "a step `update` goes via one of: layerwise, direct, per_expert." in told[0]
 
 
 def test_kernels_of_the_native_engine_bind_no_other(shared: Composer) -> None:

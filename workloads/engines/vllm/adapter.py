@@ -66,7 +66,7 @@ class VllmEngine:
 
             self._connection = ServerEngine(self.spec)
         elif via in offline.STARTS:
-            self._connection = offline.OfflineEngine(self.spec, folder, via)
+            self._connection = offline.OfflineEngine(self.spec, folder, via, self._draft(checkpoint))
         else:
             raise UnsupportedError(f"This adapter cannot start vLLM via {via!r}.")
         asked = Path(self.spec.saved_dir) if via == saved.SHARDED else folder
@@ -81,12 +81,12 @@ class VllmEngine:
 
     def update(self, checkpoint: str, via: str, arrival: Arrival = WHOLE) -> UpdateStats:
         """Replaces the weights that serve. What was computed with the old ones is forgotten, as vLLM leaves to its
-        caller."""
+        caller. A draft is replaced by transfer only: vLLM has no other way."""
         if arrival != WHOLE:
             raise UnsupportedError(
                 f"This adapter updates vLLM as a whole, in vLLM's own order, not by {arrival}."
             )
-        folder = self._folder(checkpoint)
+        folder, draft = self._folder(checkpoint), self._draft(checkpoint)
         started = time.perf_counter()
         match via:
             case "reload":
@@ -96,7 +96,9 @@ class VllmEngine:
             case "iterator":
                 self.connection.rpc("refit_iterate", folder=str(folder))
             case "transfer":
-                self._transfer(folder)
+                self._transfer(folder, "start_weight_update")
+                if draft is not None:
+                    self._transfer(draft, "start_draft_weight_update")
             case _:
                 raise UnsupportedError(f"This adapter cannot update vLLM via {via!r}.")
         installed = time.perf_counter()
@@ -110,11 +112,11 @@ class VllmEngine:
             nbytes=_bytes(folder),
         )
 
-    def _transfer(self, folder: Path) -> None:
+    def _transfer(self, folder: Path, session: str) -> None:
         rpc = self.connection.rpc
         names = rpc("refit_names", folder=str(folder))[0]
         rpc("init_weight_transfer_engine", init_info={})
-        rpc("start_weight_update")
+        rpc(session)
         for start in range(0, len(names), TRANSFER_CHUNK):
             chunk = {"folder": str(folder), "names": names[start : start + TRANSFER_CHUNK]}
             rpc("update_weights", update_info=chunk)
@@ -160,6 +162,10 @@ class VllmEngine:
         if self._connection is None:
             raise RuntimeError("This engine was not started yet: call start first.")
         return self._connection
+
+    def _draft(self, checkpoint: str) -> Path | None:
+        draft = self.spec.checkpoints[checkpoint].draft
+        return self._folder(draft) if draft else None
 
     def _folder(self, checkpoint: str) -> Path:
         return Path(self.spec.checkpoint_dirs[checkpoint])

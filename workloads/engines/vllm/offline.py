@@ -18,7 +18,7 @@ STARTS = (*FROM_FOLDER, *SAVED)
 class OfflineEngine:
     """One replica. Its worker runs in this process where one is enough, else in processes that vLLM starts."""
 
-    def __init__(self, spec: GangSpec, folder: Path, via: str) -> None:
+    def __init__(self, spec: GangSpec, folder: Path, via: str, draft: Path | None) -> None:
         saved.check(spec)
         os.environ.update(_environment(spec))
         from vllm import LLM
@@ -26,7 +26,7 @@ class OfflineEngine:
 
         if _sleeps(spec) and not current_platform.is_sleep_mode_available():
             raise UnsupportedError(f"vLLM has no sleep mode on {current_platform.device_name}.")
-        self._llm = LLM(**arguments(spec, folder, via))
+        self._llm = LLM(**arguments(spec, folder, via, draft))
         self._spec = spec
 
     def rpc(self, method: str, **arguments: Any) -> list[Any]:
@@ -99,9 +99,11 @@ def _cores(workers: int) -> str:
     return "|".join(",".join(map(str, one)) for one in lists)
 
 
-def arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
-    """Of `LLM`."""
-    backend = spec.backend
+def arguments(spec: GangSpec, folder: Path, via: str, draft: Path | None) -> dict[str, Any]:
+    """Of `LLM`. draft: folder of the drafter's weights, where the specification names one."""
+    backend, options = spec.backend, dict(spec.backend.options)
+    if draft is not None:
+        options["speculative_config"] = {**options["speculative_config"], "model": str(draft)}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tensor_parallel_size": spec.parallelism.tp,
@@ -123,7 +125,7 @@ def arguments(spec: GangSpec, folder: Path, via: str) -> dict[str, Any]:
         arguments["weight_transfer_config"] = {"backend": transfer.NAME}
     if via not in FROM_FOLDER:
         arguments |= saved.arguments(spec, via)
-    return arguments | dict(backend.options)
+    return arguments | options
 
 
 def _generation(prompt: Prompt, output: Any, params: Sampling) -> Generation:

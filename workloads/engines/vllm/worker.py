@@ -40,7 +40,7 @@ class WorkerModels:
 
     def roots(self) -> Mapping[str, nn.Module]:
         roots = {"target": self._runner.get_model()}
-        draft = getattr(getattr(self._runner, "drafter", None), "model", None)
+        draft = self._runner.get_draft_model()
         return roots | ({"draft": draft} if isinstance(draft, nn.Module) else {})
 
     def parts(self, root: str) -> Sequence[Part]:
@@ -80,9 +80,12 @@ class AuditExtension:
         rank = first_rank + config.parallel_config.data_parallel_index * spec.parallelism.tp + self.rank
         rules = read_rules(vllm.__version__)
         models = WorkerModels(self, rules)
+        drafts = any(checkpoint.draft for checkpoint in spec.checkpoints.values())
         auditor = TensorAuditor(
             models,
-            LocatedPieces(spec.parallelism.tp, rules.not_loaded),
+            LocatedPieces(
+                spec.parallelism.tp, rules.not_loaded, ("target", "draft") if drafts else ("target",)
+            ),
             packed=lambda: packed_weights(models.roots()),
             around=models.around,
             header={"engine": {"name": "vllm", "version": vllm.__version__, "rules": rules.version}},
