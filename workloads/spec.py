@@ -13,6 +13,8 @@ from workloads.models.architectures import ARCHITECTURES
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.minicpm.config import MiniCpmConfig
+from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.qwen3.config import Qwen3Config
 
 
@@ -44,6 +46,8 @@ class Model:
     deepseek_v4: DeepseekV4Config = field(default_factory=DeepseekV4Config)
     gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
+    minicpm: MiniCpmConfig = field(default_factory=MiniCpmConfig)
+    openpangu: OpenPanguConfig = field(default_factory=OpenPanguConfig)
     qwen3: Qwen3Config = field(default_factory=Qwen3Config)
     transformers: dict[str, Any] = field(default_factory=dict)
 

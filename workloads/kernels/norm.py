@@ -26,6 +26,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return by_rows(normalised, x)
 
 
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """(x - mean) / sqrt(variance + eps) times weight [H] plus bias [H], as BF16 [..., H] rounded once."""
+    wide = x.to(torch.float64)
+    centred = wide - wide.mean(dim=-1, keepdim=True)
+    return round_to_bf16(
+        centred * rms_scale(centred, eps) * weight.to(torch.float64) + bias.to(torch.float64)
+    )
+
+
 def l2_normalise(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """x [..., D] / sqrt(sum(x^2) + eps), as float64 [..., D]; `eps` sits inside the root."""
     wide = x.to(torch.float64)

@@ -13,6 +13,8 @@ from workloads.loading.tensor_table import Section
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.minicpm.config import MiniCpmConfig
+from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.planning import Experts, Load, Part
 from workloads.models.qwen3.config import Qwen3Config
 
@@ -20,6 +22,8 @@ ARCHITECTURES: dict[str, type] = {
     "deepseek_v4": DeepseekV4Config,
     "gpt_oss": GptOssConfig,
     "kimi_k3": KimiK3Config,
+    "minicpm": MiniCpmConfig,
+    "openpangu": OpenPanguConfig,
     "qwen3": Qwen3Config,
 }
 
