@@ -57,7 +57,7 @@ def stored_bytes(nbytes: Array) -> Array:
 
 
 def tables(rows: Rows, origin: int, block: int) -> Iterator[Table]:
-    """At most five: each kind of segment, and those that no aligned copy can read.
+    """At most six: each kind of segment, and those of them that no aligned copy can read.
 
     origin: address, aligned, that those of the tables count from. block: rows of a tile.
     """
@@ -68,13 +68,12 @@ def tables(rows: Rows, origin: int, block: int) -> Iterator[Table]:
         (_SEGMENT_ROWS, segments, 0 * count),
         (1, np.where(rows.folded, 0, count - segments * _SEGMENT_ROWS), segments * _SEGMENT_ROWS),
     ):
-        leaf, within = spread(counts)
-        row = first[leaf] + within * size
-        nbytes = np.minimum(rows.nbytes[leaf] - row * ROW_BYTES, size * ROW_BYTES)
-        fast = (rows.address[leaf] % ALIGNMENT == 0) & (nbytes % ALIGNMENT == 0)
-        for part, align in ((fast, ALIGNMENT), (~fast, 1)):
-            if part.any():
-                yield _table(rows, leaf[part], row[part], nbytes[part], size, align, origin, block)
+        end = np.minimum(rows.nbytes, (first + counts * size) * ROW_BYTES)
+        last = (end % ALIGNMENT != 0).astype(np.int64)  # segments that end between two units
+        fast = np.where(rows.address % ALIGNMENT == 0, np.maximum(counts - last, 0), 0)
+        for start, number, align in ((first, fast, ALIGNMENT), (first + fast * size, counts - fast, 1)):
+            if number.any():
+                yield _table(rows, start, number, _Units(size, align, origin, block // size))
 
 
 def spread(counts: Array) -> tuple[Array, Array]:
@@ -83,27 +82,40 @@ def spread(counts: Array) -> tuple[Array, Array]:
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _table(
-    rows: Rows,
-    leaf: Array,
-    row: Array,
-    nbytes: Array,
-    size: int,
-    align: int,
-    origin: int,
-    block: int,
-) -> Table:
-    """Segments of `size` rows that start at `row` of leaves number `leaf`, sorted by kind; each kind's are filled up to
-    whole tiles with segments of no bytes."""
-    address = rows.address[leaf] + row * ROW_BYTES - origin
-    sums = rows.sums[leaf] + (row // GROUP * FOLD_BYTES if size == GROUP else row * SUM_BYTES) - origin
-    first = rows.first[leaf] - origin
-    columns = np.stack([address // align, first, nbytes // align, sums // SUMS_UNIT, rows.leaf[leaf]])
-    kind = rows.kind[leaf]
-    tile = block // size
-    counts = np.bincount(kind)
-    tiles = -(-counts // tile)
-    shift = np.cumsum(tiles * tile) - tiles * tile - np.cumsum(counts) + counts  # by the fillings before
-    padded = np.zeros((len(columns), int(tiles.sum()) * tile), np.int64)
-    padded[:, np.arange(len(kind)) + np.repeat(shift, counts)] = columns[:, np.argsort(kind, kind="stable")]
-    return Table(size, align, padded, np.repeat(np.arange(len(tiles), dtype=np.int32), tiles))
+class _Units(NamedTuple):
+    rows: int  # of a segment
+    align: int
+    origin: int
+    tile: int  # segments
+
+
+def _table(rows: Rows, row: Array, count: Array, units: _Units) -> Table:
+    """`count` segments of every leaf, from `row` on, sorted by kind; those of a kind are filled up to whole tiles by
+    segments of no bytes."""
+    kinds = int(rows.kind.max()) + 1
+    totals = np.bincount(rows.kind, weights=count, minlength=kinds).astype(np.int64)
+    tiles = -(-totals // units.tile)
+    by_kind = np.argsort(
+        np.concatenate([rows.kind, np.arange(kinds)]), kind="stable"
+    )  # the fillings behind the leaves
+    counts = np.concatenate([count, tiles * units.tile - totals])[by_kind]
+
+    def column(leaves: Array, step: int) -> Array:
+        """Of every segment its leaf's number, and `step` more for each before it in the leaf."""
+        values = np.concatenate([leaves, np.zeros(kinds, np.int64)])[by_kind]
+        return np.repeat(values, counts) + within * step if step else np.repeat(values, counts)
+
+    within = spread(counts)[1]
+    nbytes = units.rows * ROW_BYTES // units.align
+    sums = FOLD_BYTES if units.rows == GROUP else units.rows * SUM_BYTES
+    first_sums = rows.sums + (row // GROUP * FOLD_BYTES if units.rows == GROUP else row * SUM_BYTES)
+    columns = (
+        column((rows.address + row * ROW_BYTES - units.origin) // units.align, nbytes),
+        column(rows.first - units.origin, 0),
+        np.minimum(column((rows.nbytes - row * ROW_BYTES) // units.align, -nbytes), nbytes),
+        column((first_sums - units.origin) // SUMS_UNIT, sums // SUMS_UNIT),
+        column(rows.leaf, 0),
+    )
+    return Table(
+        units.rows, units.align, np.stack(columns), np.repeat(np.arange(kinds, dtype=np.int32), tiles)
+    )

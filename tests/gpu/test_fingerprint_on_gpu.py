@@ -209,3 +209,12 @@ def test_a_model_takes_few_launches_and_waits_once() -> None:
     waits = sum(count for name, count in events.items() if "Synchronize" in name)
     assert 0 < kernels <= 10, events
     assert waits <= 4, events  # for the last sums, for the flags, and where the profiler ends
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tensors_of_another_device_than_the_current_one() -> None:
+    tensors = [noise(300_000).cpu(), noise(5000).cpu().view(torch.float32)]
+    assert torch.cuda.current_device() == 0
+    spread = [tensor.to(f"cuda:{i}") for tensor in tensors for i in (1, 0)]
+    assert fingerprints(spread) == fingerprints([tensor for tensor in tensors for _ in (1, 0)])
+    assert torch.cuda.current_device() == 0

@@ -100,3 +100,14 @@ def test_padding_of_a_load() -> None:
                 rest[:3, : 500 + i] = False
                 assert (got[rest] == weight.creation_value).all()
                 assert (got[:3, : 500 + i].contiguous().view(torch.uint8) == 1).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_tensor_of_another_device_than_the_current_one() -> None:
+    tensor = noise((64, 64), torch.uint8).to("cuda:1")
+    want = tensor.clone()
+    regions = Regions(tensor.device)
+    regions.fill(tensor, [((3, 5), (0, 64))], [7.0])
+    write(regions.plan())
+    want[3:8] = 7
+    assert torch.equal(tensor, want)
