@@ -156,9 +156,17 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
-            "const": value.const if value else None,
+            "const": piece.part.padding_value if _holds_its_number(piece) else value and value.const,
             "padding_value": piece.part.padding_value,
         }
+
+
+def _holds_its_number(piece: _Piece) -> bool:
+    """Whether every element of padding is the float that it was created with, whose bytes need not all be equal."""
+    number, value = piece.part.padding_value, piece.value
+    if not number or value is None or not value.is_floating_point() or value.dtype == torch.float8_e8m0fnu:
+        return False
+    return bool((value.to(torch.float64) == number).all())
 
 
 def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None]:
@@ -184,7 +192,10 @@ def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:
 
 def _is_scale(key: _Key, slice_: Tensor) -> bool:
     """Whether a slice is E8M0 exponents, which a careless copy converts as numbers."""
-    return key[0].endswith(("weight_scale", "_scales")) and slice_.dtype in (torch.uint8, torch.float8_e8m0fnu)
+    return key[0].endswith(("weight_scale", "_scales")) and slice_.dtype in (
+        torch.uint8,
+        torch.float8_e8m0fnu,
+    )
 
 
 def numeric_cast(scales: Tensor) -> Tensor:

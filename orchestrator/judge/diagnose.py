@@ -81,7 +81,7 @@ def _explain(view: View, difference: Difference) -> list[Cause]:
     if status != "differs" or want is None:
         return [_structural(rank, difference, got, want)]
     parts = view.observed.parts_of(got)
-    wrong = [name for name, part in parts.items() if is_wrong(part, got)]
+    wrong = [name for name, part in parts.items() if is_wrong(part)]
     if wrong:
         return explain_parts(view, path, wrong)
     if view.is_other_version:
@@ -108,7 +108,7 @@ def explain_parts(view: View, path: str, names: Iterable[str]) -> list[Cause]:
 
 def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:
     """Whether `got` is what it should be, so that the fault must lie in what it is compared with."""
-    if any(is_wrong(part, want) for part in view.expected.parts_of(want).values()):
+    if any(is_wrong(part) for part in view.expected.parts_of(want).values()):
         return True
     true = view.truth.find(got["path"]) if view.truth and view.truth is not view.expected else None
     return true is not None and true["fp"] == got["fp"]
@@ -211,7 +211,7 @@ def _is_sound(audit: Audit, path: str) -> bool:
     """Whether the weights of the module that a tensor belongs to are right."""
     module = f"{path.rpartition('.')[0]}."
     parts = {p: parts for p, parts in audit.parts.items() if p.startswith(module)}
-    wrong = any(is_wrong(part, audit.find(p) or {}) for p, held in parts.items() for part in held.values())
+    wrong = any(is_wrong(part) for held in parts.values() for part in held.values())
     return bool(parts) and not wrong
 
 

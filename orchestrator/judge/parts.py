@@ -4,8 +4,6 @@ from collections.abc import Iterator
 
 from orchestrator.judge.records import Audit, Record
 
-_WIDE_FLOATS = ("bfloat16", "float16", "float32", "float64")
-
 
 def wanted(part: Record) -> str | None:
     """Fingerprint that the checkpoint demands of a part, None for padding and where none was recorded."""
@@ -16,9 +14,8 @@ def wrong_parts(audit: Audit) -> Iterator[tuple[str, list[str], int, int]]:
     """Per tensor: path, names of parts that are not what the checkpoint or their creation demand, how many
     were looked at, and of how many neither was recorded."""
     for path, parts in audit.parts.items():
-        tensor = audit.find(path) or {"dtype": ""}
-        wrong = [name for name, part in parts.items() if is_wrong(part, tensor)]
-        unknown = sum(not is_verifiable(part, tensor) for part in parts.values())
+        wrong = [name for name, part in parts.items() if is_wrong(part)]
+        unknown = sum(not is_verifiable(part) for part in parts.values())
         yield path, wrong, len(parts), unknown
 
 
@@ -26,30 +23,26 @@ def is_padding(part: Record) -> bool:
     return part["source"] is None
 
 
-def _padding_state(part: Record, tensor: Record) -> bool | None:
-    """Whether padding holds its creation value; None where the records cannot tell.
+def _padding_state(part: Record) -> bool | None:
+    """Whether padding holds its creation value; None where no value was recorded.
 
     Of whole bytes (packed weights, exponents) the value is the byte, also where the live tensor is of wider
-    integers. Of a wider float only zero is one repeated byte.
+    integers; of floats it is the number.
     """
-    value, const = part.get("padding_value"), part.get("const")
-    if value is None:
-        return None
-    if const is not None:
-        return bool(const == value)
-    return None if value and tensor["dtype"] in _WIDE_FLOATS else False
+    value = part.get("padding_value")
+    return None if value is None else bool(part.get("const") == value)
 
 
-def is_verifiable(part: Record, tensor: Record) -> bool:
+def is_verifiable(part: Record) -> bool:
     if part["fp"] is None:  # its tensor has no bytes, which coverage counts
         return False
-    return part["expected"] is not None or (is_padding(part) and _padding_state(part, tensor) is not None)
+    return part["expected"] is not None or (is_padding(part) and _padding_state(part) is not None)
 
 
-def is_wrong(part: Record, tensor: Record) -> bool:
+def is_wrong(part: Record) -> bool:
     """Whether a part is known not to be what the checkpoint or its creation demands."""
     if part["fp"] is None:
         return False
     if part["expected"] is not None:
         return bool(part["fp"] != part["expected"])
-    return is_padding(part) and _padding_state(part, tensor) is False
+    return is_padding(part) and _padding_state(part) is False

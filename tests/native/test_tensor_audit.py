@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from collectors.fingerprint import fingerprint
-from collectors.parts import numeric_cast
+from collectors.parts import audit_parts, numeric_cast
 from collectors.tensors import TensorAuditor
 from collectors.trace import StorageTrace
 from orchestrator.judge.records import Reader
@@ -235,6 +235,17 @@ def test_parts_equal_their_checkpoint_slices(tmp_path: Path) -> None:
     padding = found["padding"]
     assert (padding["expected"], padding["source"], padding["padding_value"]) == (None, None, 0.0)
     assert (padding["const"], padding["nbytes"], padding["tensor"]) == (0, EXPERTS * COLUMNS, "target:fused")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("held", [[1.0, 1.0], [1.0, 0.5], [0.5, 0.5], [0.0, 0.0], [torch.nan, torch.nan]])
+def test_padding_of_floats_records_its_number_where_it_holds_it(
+    dtype: torch.dtype, held: list[float]
+) -> None:
+    """1.0 is no repeated byte, or has another byte than 1."""
+    part = Part("target:scale", "padding", torch.tensor(held).to(dtype), padding_value=1.0)
+    (record,) = (r for kind, r in audit_parts("target", [part], set(), Checkpoint(), {}) if kind == "part")
+    assert (record["const"] == 1.0) == (held == [1.0, 1.0])
 
 
 def test_an_experts_digest_is_the_same_as_part_slice_and_checkpoint_tensor(tmp_path: Path) -> None:

@@ -448,7 +448,8 @@ def test_a_wholly_stale_model_is_a_handful_of_findings(tmp_path: Path) -> None:
         ("float32", 0.0, 0, "PASS"),
         ("float32", 0.0, None, "FAIL"),
         ("float32", 1.0, 0, "FAIL"),
-        ("float32", 1.0, None, "INCONCLUSIVE"),  # 00 00 80 3f is no constant, and nothing else was recorded
+        ("float32", 1.0, 1.0, "PASS"),  # 00 00 80 3f is no repeated byte, so the number is recorded
+        ("float32", 1.0, None, "FAIL"),
         ("uint8", None, 5, "INCONCLUSIVE"),
     ],
 )
