@@ -36,7 +36,12 @@ def problems(c: DeepseekV4Config) -> Iterator[str]:
     negative = [ratio for ratio in c.compress_ratios if ratio < 0]
     if negative:
         yield f"{_KEY}.compress_ratios holds {negative}; a ratio is 0 (window only) or a number of tokens."
-    if c.expert_quantization not in ("mxfp4", "fp8"):
+    if c.expert_quantization == "fp8":
+        yield (
+            f"{_KEY}.expert_quantization is 'fp8', as the base models are published: no kernel of the native engine "
+            "reads fp8 experts of this family; use a checkpoint with mxfp4 experts."
+        )
+    elif c.expert_quantization != "mxfp4":
         yield (
             f"{_KEY}.expert_quantization is {c.expert_quantization!r}; checkpoints of DeepSeek-V4 hold mxfp4 or fp8 "
             "experts."

@@ -43,7 +43,6 @@ class KimiK3Config:
     moe_intermediate_size: int = 96  # not a multiple of 128, so that expert padding exists in the proxy
     shared_intermediate_size: int = 192
     routed_scaling_factor: float = 1.0
-    expert_quantization: str = "mxfp4"
     situ_beta: float = 4.0
     situ_linear_beta: float = 25.0
 

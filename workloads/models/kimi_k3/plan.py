@@ -34,11 +34,6 @@ def problems(c: KimiK3Config) -> Iterator[str]:
             f"model.kimi_k3.kda_a_log_size is {c.kda_a_log_size}; it must hold a value for each of the "
             f"kda_num_heads {c.kda_num_heads}."
         )
-    if c.expert_quantization != "mxfp4":
-        yield (
-            f"model.kimi_k3.expert_quantization is {c.expert_quantization!r}: checkpoints of Kimi-K3 hold mxfp4 "
-            "experts only."
-        )
     for key in ("moe_latent_size", "moe_intermediate_size"):
         if getattr(c, key) % MXFP4_GROUP:
             yield (
@@ -58,7 +53,7 @@ def experts(c: KimiK3Config) -> Experts:
         layers=c.num_layers - c.num_dense_layers + c.num_mtp_layers,
         hidden=c.moe_latent_size,
         intermediate=c.moe_intermediate_size,
-        quantization=c.expert_quantization,
+        quantization="mxfp4",
         keys={
             "count": "num_experts",
             "per_token": "num_experts_per_token",

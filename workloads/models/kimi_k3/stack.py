@@ -12,12 +12,6 @@ __all__ = ["RULES", "make_roots"]
 
 
 def make_roots(setting: Setting[KimiK3Config]) -> Mapping[str, Target | Drafter]:
-    """Raises ValueError for experts in another format than MXFP4."""
-    quantization = setting.config.expert_quantization
-    if quantization != "mxfp4":
-        raise ValueError(
-            f"model.kimi_k3.expert_quantization is {quantization}: the native engine runs mxfp4 experts only."
-        )
     roots: dict[str, Target | Drafter] = {"target": KimiK3ForCausalLM(setting)}
     if setting.config.num_mtp_layers:
         roots["draft"] = KimiK3MTP(setting)
