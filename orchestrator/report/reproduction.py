@@ -131,6 +131,8 @@ def _steps(cell: Json, finding: Json) -> list[Json]:
 
 
 def _why_no_script(cell: Json, finding: Json) -> str:
+    if any(checkpoint.get("draft") for checkpoint in cell["checkpoints"].values()):
+        return "The script has no draft model; the command runs it."
     for step in _steps(cell, finding):
         known = _STARTS if step["do"] == "start" else _UPDATES if step["do"] == "update" else ()
         if step["do"] in ("sleep", "wake"):

@@ -68,6 +68,8 @@ def start_script(cell: Json, result: Json, attempt: Path) -> str:
     except (OSError, ValueError, KeyError):
         return ""
     start = cell["load_path"]["steps"][0]
+    if cell["checkpoints"][start["checkpoint"]].get("draft"):
+        return ""  # the command of this project is the way to start a pair of models
     folder = dirs[start["checkpoint"]]
     return _SCRIPT.substitute(
         found=f"{error['type']}: {' '.join(error['message'].split())[:200]}",

@@ -130,7 +130,7 @@ def test_what_no_attribute_leads_to_is_seen_by_its_answers(tmp_path: Path, path:
     assert "NAMES = []" in text
 
 
-@pytest.mark.parametrize("why", ["transfer", "sleep", "coverage", "lost"])
+@pytest.mark.parametrize("why", ["transfer", "sleep", "coverage", "lost", "draft"])
 def test_where_there_is_no_script_the_reason_is_told(tmp_path: Path, why: str) -> None:
     cell, judged, attempt = failed(tmp_path, updates="transfer" if why == "transfer" else "reload")
     if why == "sleep":
@@ -139,6 +139,8 @@ def test_where_there_is_no_script_the_reason_is_told(tmp_path: Path, why: str) -
         )
     elif why == "coverage":
         judged["findings"] = [{**judged["findings"][0], "code": "unclassified"}]
+    elif why == "draft":
+        cell["checkpoints"]["new"]["draft"] = "small"
     elif why == "lost":
         (attempt / "candidate" / "gang.json").unlink()
     told = reproduction(cell, judged, attempt, ["a=1"])
