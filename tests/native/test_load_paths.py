@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_ranks import RanksRunner
 from k3_engine import NEW, OLD, different, generate, held, held_bytes, make_spec, prompts, start_engine
 
 from workloads.engines.native import NativeEngine
@@ -227,3 +228,32 @@ def test_sharded_state_of_another_layout_is_refused(k3_checkpoint: Path, saved: 
             engine.start(OLD, via)
         engine.spec.checkpoints["third"] = Checkpoint(seed=3)
         engine.start(NEW, via)  # a refusal leaves it as it was
+
+
+def test_every_rank_starts_on_what_it_saved(
+    k3_checkpoint: Path, run_ranks: RanksRunner, tmp_path: Path
+) -> None:
+    """Two ranks that share attention and divide the experts; one rank cannot start on their files."""
+    spec = make_spec(k3_checkpoint, Parallelism(tp=2, ep=2, gpus_per_node=2))
+
+    def save_and_start(rank: int) -> list[list[str]]:
+        engine = NativeEngine(spec, rank)
+        engine.start(NEW, "safetensors")
+        found = []
+        for via in SAVED:
+            spec.saved_dir = str(tmp_path / via)
+            engine.save(NEW, via)
+            again = NativeEngine(spec, rank)
+            again.start(NEW, via)
+            found.append(different(held_bytes(again), held_bytes(engine)))
+        return found
+
+    assert run_ranks(2, save_and_start) == [[[]] * len(SAVED)] * 2
+    for via in ("sharded_state", "tensorizer"):
+        alone = make_spec(k3_checkpoint)
+        alone.saved_dir = str(tmp_path / via)
+        with pytest.raises(CheckpointError, match="saved with tp 2, this engine has 1"):
+            NativeEngine(alone, 0).start(NEW, via)
+    raw = make_spec(k3_checkpoint)
+    raw.saved_dir = str(tmp_path / "tensorizer_raw")
+    NativeEngine(raw, 0).start(NEW, "tensorizer_raw")  # a checkpoint is for any layout
