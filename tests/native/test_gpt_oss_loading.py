@@ -279,6 +279,22 @@ def test_every_element_of_a_perturbed_checkpoint_changes_and_stays_valid(
         assert torch.equal(view.slice(name, region), narrow(after, region))
 
 
+@pytest.mark.parametrize("layout", CHECKPOINT_LAYOUTS)
+def test_tagged_experts_spell_their_number(checkpoints: dict[str, Path], layout: str) -> None:
+    """So that an expert which a rank took for another's shows which one it is."""
+    view = open_view(Checkpoint(perturbation="expert_tagged"), checkpoints[layout])
+    root = root_of_rank(CONFIGS[layout], 1, 4, 2)
+    Loader("target", root, Lifecycle()).cold(view)
+    experts = root.get_submodule(EXPERTS)
+    assert isinstance(experts, RoutedExperts)
+    loaded = experts.loaded_weights()
+    for i, number in enumerate((4, 5)):  # of eight, those of the third of four ranks
+        assert (loaded["w13_weight"][i, :320, 0] == number).all()
+        assert (loaded["w2_weight"][i, :96, :2] == torch.tensor([number, 0])).all()
+        assert loaded["w13_weight_scale"][i, 0, :3].tolist() == [117 + number, 117, 117]
+    check_finite(view)
+
+
 def test_a_rank_without_a_block_is_refused() -> None:
     with pytest.raises(ValueError, match="so that the last has none"):
         root_of_rank(TOY, 4, 1, 0)

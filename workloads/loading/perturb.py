@@ -35,7 +35,7 @@ TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the exper
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale")  # as numbers
 BLOCK = 1 << 20  # bytes changed at a time
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")  # without a number where a tensor stacks all experts
 _MANTISSA = {
     torch.bfloat16: (torch.int16, 0),
     torch.float16: (torch.int16, 3),
@@ -148,18 +148,22 @@ class PerturbedCheckpoint:
         return vectors
 
     def _tagged(self, name: str, meta: TensorMeta) -> torch.Tensor:
-        """A tensor of a routed expert [rows, columns] with the expert's id in it."""
+        """A tensor of a routed expert, [rows, columns], or of all, [experts, rows, columns], that spells their ids.
+        Columns of packed weights may be divided into blocks."""
         found = _EXPERT.search(name)
         assert found is not None, "changes() admits experts only"
-        expert, before = int(found[1]), self._base.get(name)
+        before = self._base.get(name)
+        count, rows = meta.shape[:2] if found[1] is None else (1, meta.shape[0])
+        experts = torch.arange(count) if found[1] is None else torch.tensor([int(found[1])])
         if is_e8m0(name, meta.dtype):
-            rows, columns = meta.shape
-            position = (torch.arange(rows)[:, None] + torch.arange(columns)) % TAG_DIGITS
-            after = (TAG_SCALE + (expert >> 3 * position & 7)).to(torch.uint8).view(before.dtype)
+            position = (torch.arange(rows)[:, None] + torch.arange(meta.shape[-1])) % TAG_DIGITS
+            digits = experts[:, None, None] >> 3 * position & 7
+            after = (TAG_SCALE + digits).to(torch.uint8).view(before.dtype).view(meta.shape)
         else:
             after = self._elementwise(name, meta, whole(meta.shape))
+            data = after.view(torch.uint8).view(count, rows, -1)
             for byte in range(TAG_BYTES):
-                after.view(torch.uint8)[:, byte] = expert >> 8 * byte & 0xFF
+                data[:, :, byte] = (experts >> 8 * byte & 0xFF)[:, None]
         _require_difference(name, meta.dtype, before, after, everywhere=False)
         return after
 
