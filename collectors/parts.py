@@ -1,5 +1,6 @@
 """Holds the parts of an engine's tensors against the checkpoint, and says how much of it the audit covers."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -142,6 +143,7 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
         assert digest is not None, "a slice that was read has a digest"
         slices[key] = Slice(digest.fp, cast.fp if cast else None, stored)
     for piece, value in zip(batch, values, strict=True):
+        padding = _number(piece.part.padding_value)
         expected = slices[piece.key] if piece.key is not None else None
         differs = expected is not None and value is not None and value.fp != expected.fp
         permuted, patch = _how_it_differs(piece, reader) if differs else (False, None)
@@ -156,9 +158,14 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
-            "const": piece.part.padding_value if _holds_its_number(piece) else value and value.const,
-            "padding_value": piece.part.padding_value,
+            "const": padding if _holds_its_number(piece) else value and value.const,
+            "padding_value": padding,
         }
+
+
+def _number(value: float | None) -> float | str | None:
+    """What padding was created with, as JSON can say it: `-inf` as text."""
+    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _holds_its_number(piece: _Piece) -> bool:

@@ -172,7 +172,7 @@ def _part_code(
 
 def _padding_code(part: Record) -> tuple[str, str]:
     const, value = part.get("const"), part.get("padding_value")
-    number = int(value) if value is not None and value == int(value) else value
+    number = int(value) if isinstance(value, float) and value.is_integer() else value
     if const == POISON:
         return "stale_padding", f"0xFF, the poison of fresh memory, where {number} belongs"
     if const is not None:

@@ -125,7 +125,7 @@ def test_the_tokenizer_of_a_checkpoint_is_used(tmp_path: Path, monkeypatch: pyte
 def test_unserved_specifications_are_refused(k3_checkpoint: Path) -> None:
     spec = make_spec(k3_checkpoint)
     spec.model.architecture = "transformers"
-    with pytest.raises(ValueError, match="architecture is 'transformers'; the native engine runs kimi_k3"):
+    with pytest.raises(ValueError, match=r"architecture is 'transformers'; the native engine runs .*kimi_k3"):
         NativeEngine(spec, 0)
     spec = make_spec(k3_checkpoint, moe_kernel="cutlass")
     with pytest.raises(ValueError, match=r"backend\.moe_kernel is 'cutlass'"):

@@ -248,6 +248,16 @@ def test_padding_of_floats_records_its_number_where_it_holds_it(
     assert (record["const"] == 1.0) == (held == [1.0, 1.0])
 
 
+@pytest.mark.parametrize("held", [[-torch.inf, -torch.inf], [-torch.inf, 0.0], [0.0, 0.0]])
+def test_padding_of_minus_infinity_is_recorded_as_text(held: list[float]) -> None:
+    """Sinks of heads that fill up a kernel's tile; JSON has no infinity."""
+    part = Part("target:sink", "padding", torch.tensor(held), padding_value=-torch.inf)
+    (record,) = (r for kind, r in audit_parts("target", [part], set(), Checkpoint(), {}) if kind == "part")
+    assert record["padding_value"] == "-inf"
+    assert (record["const"] == "-inf") == (held == [-torch.inf, -torch.inf])
+    json.dumps(record, allow_nan=False)
+
+
 def test_an_experts_digest_is_the_same_as_part_slice_and_checkpoint_tensor(tmp_path: Path) -> None:
     """So that bytes found under another expert, rank or name are recognised."""
     checkpoint = Checkpoint()

@@ -450,11 +450,13 @@ def test_a_wholly_stale_model_is_a_handful_of_findings(tmp_path: Path) -> None:
         ("float32", 1.0, 0, "FAIL"),
         ("float32", 1.0, 1.0, "PASS"),  # 00 00 80 3f is no repeated byte, so the number is recorded
         ("float32", 1.0, None, "FAIL"),
+        ("float32", "-inf", "-inf", "PASS"),
+        ("float32", "-inf", 0, "FAIL"),
         ("uint8", None, 5, "INCONCLUSIVE"),
     ],
 )
 def test_padding_value_by_type(
-    tmp_path: Path, dtype: str, value: float | None, const: int | None, verdict: str
+    tmp_path: Path, dtype: str, value: float | str | None, const: float | str | None, verdict: str
 ) -> None:
     world = World()
     checks = world.cell["load_path"]["checks"]
