@@ -46,16 +46,15 @@ class RoutedExperts(WeightModule):
         inner = config.intermediate_share(tp.rank, tp.size)
         for name, weight in _expert_weights(config, (self.first, count), inner, prefix).items():
             self.add_weight(name, weight)
-        self.kernel = ShuffledMoE(
-            ExpertQuantization(
-                self.get_parameter("w13_weight_scale"),
-                self.get_parameter("w2_weight_scale"),
-                self.get_parameter("w13_bias"),
-                self.get_parameter("w2_bias"),
-            ),
-            config.swiglu_alpha,
-            config.swiglu_limit,
-        )
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
+        self.kernel = self.make_kernel()
+
+    def make_kernel(self) -> ShuffledMoE:
+        """On the parameters as they are registered now. Called once: a kernel that is made anew after a load has new
+        constants, and refers to what the load works on."""
+        names = ("w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias")
+        quantization = ExpertQuantization(*(self.get_parameter(name) for name in names))
+        return ShuffledMoE(quantization, self.alpha, self.limit)
 
     def post_process(self) -> None:
         for name in self.weights:
@@ -75,7 +74,7 @@ class RoutedExperts(WeightModule):
         if not count:
             return x
         tokens, idx, weights = (
-            all_gather_rows(self.group, pad(rows, (0, 0, 0, count - len(x))))
+            all_gather_rows(self.group, pad(rows, (0, 0, 0, count - len(x))))  # weights of padding are zero
             for rows in (x, topk_idx, topk_weights)
         )
         adds_bias = self.is_expert_parallel or self.group.rank == 0
