@@ -15,7 +15,8 @@ pytestmark = pytest.mark.vllm
 CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload")
 HANG_S = 45  # without progress; a start of the engine takes less
 
-# Loaded by every Python of a command: in the process that leads the engine it waits for a class and breaks it.
+# Loaded by every Python of a command: in the process that leads the engine it waits for a class and breaks it; in the
+# processes that the engine starts for its workers it hides the code that travels with them.
 SITECUSTOMIZE = """
 import os, sys, threading, time
 
@@ -41,8 +42,17 @@ def harm(kind):
     else:
         broken.generate = silent(broken.generate)
 
-if "workloads.rank" in sys.orig_argv and "REFIT_TEST_HARM" in os.environ:
-    threading.Thread(target=harm, args=(os.environ["REFIT_TEST_HARM"],), daemon=True).start()
+class Blind:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "workloads":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+kind = os.environ.get("REFIT_TEST_HARM")
+if kind == "blind workers":
+    if "--multiprocessing-fork" in sys.orig_argv:
+        sys.meta_path.insert(0, Blind())
+elif kind and "workloads.rank" in sys.orig_argv:
+    threading.Thread(target=harm, args=(kind,), daemon=True).start()
 """
 
 
@@ -125,6 +135,14 @@ def test_an_update_that_hangs_is_ended_and_located(passed: Outcome, store: Path,
     outcome = _harmed(store, tmp_path, "hang", f"policy.step_timeout_s={HANG_S}", "rerun=true")
     _is_error(outcome, "hang", f"no progress for {HANG_S} s in step 2")
     assert "hangs" in outcome.cell["error"]["stack"]
+
+
+def test_workers_that_cannot_import_the_extension_are_an_error(
+    vllm_python: Path, store: Path, tmp_path: Path
+) -> None:
+    """Only a replica of several ranks has workers in processes of their own."""
+    outcome = _harmed(store, tmp_path, "blind workers", "parallelism=tp2_ep1")
+    _is_error(outcome, "rank_failed", "a worker of the engine cannot import the code that travels with it")
 
 
 def test_an_engine_that_answers_nothing_is_an_error(passed: Outcome, store: Path, tmp_path: Path) -> None:
