@@ -39,64 +39,90 @@ class FusedMatrices(WeightModule):
     """
 
     QUANTIZATION = "bf16"
-    weight: torch.Tensor | None
-    kernel_weight: torch.Tensor | None
+    CONSUMED: Mapping[str, str] = {}  # parameter -> attribute that the kernel reads instead
+    weight: torch.Tensor
 
     def __init__(
         self, experts: Sequence[Sequence[Piece]], stacked: bool = False, swapped: bool = False
     ) -> None:
         super().__init__()
         self.swapped, self.slots = swapped, [piece.slot[0] for piece in experts[0]]
-        self.kernel_weight = None
+        self.consumed = {**self.CONSUMED, **({"weight": "kernel_weight"} if swapped else {})}
+        for holder in self.consumed.values():
+            setattr(self, holder, None)
         for stored in FORMATS[self.QUANTIZATION].stored:
             self.add_weight(stored.name, _weight(stored, experts, stacked))
 
+    def packed(self, name: str, loaded: torch.Tensor) -> torch.Tensor:
+        """What the kernel reads of a parameter that is consumed, or of one expert's part of it."""
+        return self.reordered(loaded)
+
+    def unpacked(self, name: str, served: torch.Tensor) -> torch.Tensor:
+        """The inverse of `packed`, contiguous."""
+        return self.reordered(served)
+
     def post_process(self) -> None:
-        weight = self.live("weight")
-        if weight is None or not self.swapped:
-            return
-        weight = weight.detach()
-        first, second = weight.chunk(2, dim=-2)
-        held_back = first.clone()
-        first.copy_(second)
-        second.copy_(held_back)
-        self.set_derived("kernel_weight", weight)
-        self.consume("weight")
+        for name, holder in self.consumed.items():
+            loaded = self.live(name)
+            if loaded is None:  # nothing has been loaded since the last time
+                continue
+            loaded = loaded.detach()
+            served = _exchange_halves(loaded) if name == "weight" else self.packed(name, loaded)
+            self.set_derived(holder, served)
+            self.consume(name)
+
+    def install_expert(self, expert: int, one: WeightModule) -> None:
+        for name in self.weights:
+            loaded = one.get_parameter(name).detach()[0]
+            if name in self.consumed:
+                self.served(self.consumed[name])[expert].copy_(self.packed(name, loaded))
+            else:
+                self.get_parameter(name)[expert].copy_(loaded)
 
     def restore(self, name: str) -> torch.Tensor:
-        """The storage that serves is where the weight is loaded, too."""
-        if name == "weight" and self.kernel_weight is not None:
-            return self.kernel_weight
+        """The storage of a weight that serves is where it is loaded, too."""
+        if name == "weight":
+            return self.served("kernel_weight")
         return super().restore(name)
 
     def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
-        if self.kernel_weight is None:
-            return {}
-        return {"weight": ("kernel_weight", self.reordered(self.kernel_weight))}
+        held = {name: (holder, getattr(self, holder)) for name, holder in self.consumed.items()}
+        return {n: (holder, self.unpacked(n, t)) for n, (holder, t) in held.items() if t is not None}
 
     def reordered(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy [..., N', C] with its halves of rows in the other order, which is its own inverse; the tensor itself
         where they are not swapped."""
         return torch.roll(tensor, tensor.shape[-2] // 2, -2) if self.swapped else tensor
 
-    def served(self, name: str, raw: str = "") -> torch.Tensor:
-        """A tensor that the kernel reads. RuntimeError while it is missing, or while `raw`, which it is made of, has
-        been loaded and not post-processed."""
+    def served(self, name: str) -> torch.Tensor:
+        """A tensor that post-processing makes. Raises RuntimeError while it is missing."""
         tensor: torch.Tensor | None = getattr(self, name)
-        if tensor is None or (raw and self.live(raw) is not None):
-            raise RuntimeError(
-                f"{type(self).__name__} of {next(iter(self.sources()))!r} is as the checkpoint lays it out, and the "
-                f"kernel reads {name!r}, which post-processing makes: the load path did not post-process."
-            )
+        if tensor is None:
+            raise self.unprocessed(name)
         return tensor
 
-    def sources(self) -> Iterator[str]:
-        return (placement.source for weight in self.weights.values() for placement in weight.placements)
+    def unprocessed(self, name: str) -> RuntimeError:
+        source = next(p.source for weight in self.weights.values() for p in weight.placements)
+        return RuntimeError(
+            f"What was loaded of {source!r} and its like is as the checkpoint lays it out, and the kernel reads "
+            f"{name!r}, which post-processing makes of it: the load path did not post-process."
+        )
+
+    def matrix(self, expert: int | None) -> torch.Tensor:
+        """The stored values that the kernel reads, of one expert if there are several."""
+        return _of(self.served("kernel_weight") if self.swapped else self.weight, expert)
+
+    def scales(self, raw: str, expert: int | None) -> torch.Tensor:
+        """What was made of the scales `raw`. Raises RuntimeError where they have been loaded and not packed, which a
+        kernel finds from their layout."""
+        if self.live(raw) is not None:
+            raise self.unprocessed(self.consumed[raw])
+        return _of(self.served(self.consumed[raw]), expert)
 
     def product(self, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
         """x BF16 [T, K] times the matrices transposed, in the kernel's order of rows -> float64 [T, N]. expert: which
         of the stacked ones."""
-        return linear_partial(x, _of(self.served("kernel_weight" if self.swapped else "weight"), expert))
+        return linear_partial(x, self.matrix(expert))
 
 
 class Fp8Matrices(FusedMatrices):
@@ -106,30 +132,17 @@ class Fp8Matrices(FusedMatrices):
     """
 
     QUANTIZATION = "fp8"
+    CONSUMED: Mapping[str, str] = {"weight_scale_inv": "weight_scale"}
 
-    def __init__(
-        self, experts: Sequence[Sequence[Piece]], stacked: bool = False, swapped: bool = False
-    ) -> None:
-        super().__init__(experts, stacked, swapped)
-        self.weight_scale: torch.Tensor | None = None
+    def packed(self, name: str, loaded: torch.Tensor) -> torch.Tensor:
+        ordered = self.reordered(loaded)
+        return ordered if name == "weight" else to_mn_major(ordered)
 
-    def post_process(self) -> None:
-        super().post_process()
-        scales = self.live("weight_scale_inv")
-        if scales is not None:
-            self.set_derived("weight_scale", to_mn_major(self.reordered(scales.detach())))
-            self.consume("weight_scale_inv")
-
-    def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
-        if self.weight_scale is None:
-            return super().consumed_weights()
-        scales = self.reordered(self.weight_scale).clone(memory_format=torch.contiguous_format)
-        return {**super().consumed_weights(), "weight_scale_inv": ("weight_scale", scales)}
+    def unpacked(self, name: str, served: torch.Tensor) -> torch.Tensor:
+        return self.reordered(served).clone(memory_format=torch.contiguous_format)
 
     def product(self, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
-        weight = self.served("kernel_weight" if self.swapped else "weight")
-        scales = self.served("weight_scale", raw="weight_scale_inv")
-        return fp8_tiles_linear_partial(x, _of(weight, expert), _of(scales, expert))
+        return fp8_tiles_linear_partial(x, self.matrix(expert), self.scales("weight_scale_inv", expert))
 
 
 class Nvfp4Matrices(FusedMatrices):
@@ -143,42 +156,36 @@ class Nvfp4Matrices(FusedMatrices):
     """
 
     QUANTIZATION = "nvfp4"
+    CONSUMED: Mapping[str, str] = {"weight_scale": "weight_scale_swizzled"}
 
     def __init__(
         self, experts: Sequence[Sequence[Piece]], stacked: bool = False, swapped: bool = False
     ) -> None:
         super().__init__(experts, stacked, swapped)
-        self.weight_scale_swizzled: torch.Tensor | None = None
         self.input_scale_max: torch.Tensor | None = None
         self.alphas: torch.Tensor | None = None
 
+    def packed(self, name: str, loaded: torch.Tensor) -> torch.Tensor:
+        ordered = self.reordered(loaded)
+        return ordered if name == "weight" else swizzle(ordered)
+
+    def unpacked(self, name: str, served: torch.Tensor) -> torch.Tensor:
+        if name == "weight":
+            return self.reordered(served)
+        return self.reordered(unswizzle(served, *self.weights[name].shape[-2:]))
+
     def post_process(self) -> None:
         super().post_process()
-        scales = self.live("weight_scale")
-        if scales is not None:
-            plain = self.reordered(scales.detach().view(torch.uint8)).view(scales.dtype)
-            self.set_derived("weight_scale_swizzled", swizzle(plain))
-            self.consume("weight_scale")
         largest = self.get_parameter("input_scale").detach().amax(dim=-1)
         alphas = largest.unsqueeze(-1) * self.get_parameter("weight_scale_2").detach()
         self.set_derived("input_scale_max", largest)
         self.set_derived("alphas", alphas.flip(-1) if self.swapped else alphas)
 
-    def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
-        swizzled = self.weight_scale_swizzled
-        if swizzled is None:
-            return super().consumed_weights()
-        rows, columns = self.weights["weight_scale"].shape[-2:]
-        plain = self.reordered(unswizzle(swizzled, rows, columns).view(torch.uint8)).view(swizzled.dtype)
-        return {**super().consumed_weights(), "weight_scale": ("weight_scale_swizzled", plain)}
-
     def product(self, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
-        weight = self.served("kernel_weight" if self.swapped else "weight")
-        scales = self.served("weight_scale_swizzled", raw="weight_scale")
-        slots = torch.tensor(self.slots, device=x.device)
+        scales, slots = self.scales("weight_scale", expert), torch.tensor(self.slots, device=x.device)
         alphas = _of(self.served("alphas"), expert).repeat_interleave(slots)
         largest = _of(self.served("input_scale_max"), expert)
-        return nvfp4_linear_partial(x, _of(weight, expert), _of(scales, expert), alphas, largest)
+        return nvfp4_linear_partial(x, self.matrix(expert), scales, alphas, largest)
 
 
 MATRICES: dict[str, type[FusedMatrices]] = {
@@ -188,6 +195,15 @@ MATRICES: dict[str, type[FusedMatrices]] = {
 
 def _of(tensor: torch.Tensor, expert: int | None) -> torch.Tensor:
     return tensor if expert is None else tensor[expert]
+
+
+def _exchange_halves(weight: torch.Tensor) -> torch.Tensor:
+    """The halves of the rows of [..., N, C] in each other's place, in place."""
+    first, second = weight.chunk(2, dim=-2)
+    held_back = first.clone()
+    first.copy_(second)
+    second.copy_(held_back)
+    return weight
 
 
 def _weight(stored: Stored, experts: Sequence[Sequence[Piece]], stacked: bool) -> Weight:
