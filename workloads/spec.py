@@ -13,6 +13,7 @@ from workloads.models.architectures import ARCHITECTURES
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.medusa.config import MedusaConfig
 from workloads.models.minicpm.config import MiniCpmConfig
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.qwen3.config import Qwen3Config
@@ -46,6 +47,7 @@ class Model:
     deepseek_v4: DeepseekV4Config = field(default_factory=DeepseekV4Config)
     gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
+    medusa: MedusaConfig = field(default_factory=MedusaConfig)
     minicpm: MiniCpmConfig = field(default_factory=MiniCpmConfig)
     openpangu: OpenPanguConfig = field(default_factory=OpenPanguConfig)
     qwen3: Qwen3Config = field(default_factory=Qwen3Config)

@@ -9,6 +9,7 @@ from workloads.engines.protocol import Prompt
 from workloads.loading.checkpoint import open_checkpoint
 from workloads.loading.generate import generate_checkpoint
 from workloads.models.batch import Batch, Segment
+from workloads.models.medusa.config import MedusaConfig
 from workloads.models.minicpm.config import MiniCpmConfig
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.parallel import ALONE
@@ -18,6 +19,7 @@ VARIANTS: dict[str, Any] = {
     "openpangu_vl": OpenPanguConfig(num_layers=2, vision=True),
     "minicpm_o": MiniCpmConfig(num_layers=2),
     "minicpm_v": MiniCpmConfig(num_layers=2, audio_frames=[]),
+    "medusa": MedusaConfig(num_layers=2),
 }
 MEDIA = Prompt(
     "media", (65, *range(258, 300), 66, *range(318, 330), 67)

@@ -61,12 +61,12 @@ def _floats(
 
 
 def index_tensor(name: str, shape: tuple[int, ...], below: int, seed: int) -> torch.Tensor:
-    """int64 of `shape` [rows, columns], each row different numbers below `below`: an arithmetic sequence that wraps."""
-    rows, columns = shape
-    words = np.concatenate(list(_words(name, seed, rows)))
+    """int64 of `shape` [..., columns], each row different numbers below `below`: an arithmetic sequence that wraps."""
+    columns = shape[-1]
+    words = np.concatenate(list(_words(name, seed, prod(shape[:-1]))))
     step = 1 + (words >> np.uint64(32)) % np.uint64(below // columns)
     values = words[:, None] % np.uint64(below) + step[:, None] * np.arange(columns, dtype=np.uint64)
-    return torch.from_numpy((values % np.uint64(below)).astype(np.int64))
+    return torch.from_numpy((values % np.uint64(below)).astype(np.int64)).view(shape)
 
 
 def _words(stream: str, seed: int, count: int) -> Iterator[NDArray[np.uint64]]:

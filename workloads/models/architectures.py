@@ -13,6 +13,7 @@ from workloads.loading.tensor_table import Section
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.medusa.config import MedusaConfig
 from workloads.models.minicpm.config import MiniCpmConfig
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.planning import Experts, Load, Part
@@ -22,6 +23,7 @@ ARCHITECTURES: dict[str, type] = {
     "deepseek_v4": DeepseekV4Config,
     "gpt_oss": GptOssConfig,
     "kimi_k3": KimiK3Config,
+    "medusa": MedusaConfig,
     "minicpm": MiniCpmConfig,
     "openpangu": OpenPanguConfig,
     "qwen3": Qwen3Config,
