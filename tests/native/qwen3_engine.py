@@ -36,6 +36,19 @@ CONFIGS = {
     "moe_fp8": Qwen3Config(**{**_EXPERTS, "head_dim": 128}, moe_intermediate_size=384),
     "moe_nvfp4": Qwen3Config(**_EXPERTS, moe_intermediate_size=96, quantization="nvfp4"),
 }
+_WIDE: dict[str, Any] = {
+    **_EXPERTS,
+    "num_experts": 4,
+    "num_experts_per_token": 2,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+}
+#: With the expert width of Qwen3-30B-A3B, which four ranks share as in the published model.
+WIDE = {
+    "wide_bf16": Qwen3Config(**_WIDE, quantization="bf16"),
+    "wide_fp8": Qwen3Config(**{**_WIDE, "head_dim": 128}, quantization="fp8"),
+    "wide_nvfp4": Qwen3Config(**_WIDE, quantization="nvfp4"),
+}
 _FOLDER = TemporaryDirectory(prefix="qwen3-")
 SPARSE = [name for name in CONFIGS if name.startswith("moe")]
 QUANTISED = [name for name, config in CONFIGS.items() if config.quantization != "bf16"]
@@ -43,13 +56,13 @@ QUANTISED = [name for name, config in CONFIGS.items() if config.quantization != 
 
 @cache
 def checkpoint(name: str) -> Path:
-    """Folder of the generated weights of `CONFIGS[name]`, seed 0."""
-    return generate_checkpoint(CONFIGS[name], 0, Path(_FOLDER.name) / name)
+    """Folder of the generated weights of a model of `CONFIGS` or `WIDE`, seed 0."""
+    return generate_checkpoint((CONFIGS | WIDE)[name], 0, Path(_FOLDER.name) / name)
 
 
 def qwen3_spec(name: str, parallelism: Parallelism | None = None, **backend: Any) -> GangSpec:
     spec = make_spec(checkpoint(name), parallelism, moe_kernel="reference", **backend)
-    return replace(spec, model=Model(name=name, architecture="qwen3", qwen3=CONFIGS[name]))
+    return replace(spec, model=Model(name=name, architecture="qwen3", qwen3=(CONFIGS | WIDE)[name]))
 
 
 def start_qwen3(name: str, weights: str = OLD, via: str = "safetensors", **backend: Any) -> NativeEngine:
@@ -58,4 +71,4 @@ def start_qwen3(name: str, weights: str = OLD, via: str = "safetensors", **backe
     return engine
 
 
-__all__ = ["CONFIGS", "NEW", "OLD", "QUANTISED", "SPARSE", "checkpoint", "qwen3_spec", "start_qwen3"]
+__all__ = ["CONFIGS", "NEW", "OLD", "QUANTISED", "SPARSE", "WIDE", "checkpoint", "qwen3_spec", "start_qwen3"]

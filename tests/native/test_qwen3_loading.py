@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from k3_engine import different, generate, held, held_bytes, prompts
-from qwen3_engine import CONFIGS, NEW, OLD, SPARSE, checkpoint, qwen3_spec, start_qwen3
+from qwen3_engine import CONFIGS, NEW, OLD, SPARSE, WIDE, checkpoint, qwen3_spec, start_qwen3
 from safetensors.torch import load_file, save_file
 
 from collectors.classify import classifier
@@ -106,12 +106,27 @@ def test_parts_of_all_ranks_are_the_checkpoint(name: str, tp: int, dp: int, ep: 
             },
         ),
         ("moe_nvfp4", 2, 1, set()),
+        ("wide_bf16", 1, 0, set()),
+        ("wide_bf16", 4, 3, {("w13.kernel_weight", 0.0), ("w2.weight", 0.0)}),
+        ("wide_fp8", 4, 1, set()),
+        (
+            "wide_fp8",
+            4,
+            2,
+            {
+                ("w13.kernel_weight", 0.0),
+                ("w2.weight", 0.0),
+                ("w13.weight_scale", 1.0),
+                ("w2.weight_scale", 1.0),
+            },
+        ),
+        ("wide_nvfp4", 4, 3, set()),
     ],
 )
 def test_padding_is_where_a_share_is_not_what_the_kernel_needs(
     name: str, tp: int, rank: int, padded: set[tuple[str, float]]
 ) -> None:
-    root = roots_of_rank(CONFIGS[name], tp, 1, 1, rank)
+    root = roots_of_rank((CONFIGS | WIDE)[name], tp, 1, 1, rank)
     Loader("target", root, Lifecycle()).cold(open_view(Checkpoint(), checkpoint(name)))
     found = {
         (".".join(part.tensor.split(".")[-2:]), part.padding_value)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from forked_ranks import RanksRunner
 from k3_engine import generate, prompts
-from qwen3_engine import CONFIGS, NEW, OLD, SPARSE, checkpoint, qwen3_spec, start_qwen3
+from qwen3_engine import CONFIGS, NEW, OLD, SPARSE, WIDE, checkpoint, qwen3_spec, start_qwen3
 
 from workloads.engines.native import NativeEngine
 from workloads.spec import Parallelism
@@ -48,6 +48,13 @@ def test_experts_dealt_out_in_pairs_equal_one(parallelism: Parallelism, run_rank
     """Data-parallel ranks have different numbers of tokens, and one has none at times."""
     results = said_by_ranks("moe_nvfp4", parallelism, run_ranks)
     assert results[0] == generate(start_qwen3("moe_nvfp4"), GIVEN, NEW_TOKENS)
+
+
+@pytest.mark.parametrize("name", list(WIDE))
+def test_four_ranks_share_experts_of_the_published_width(name: str, run_ranks: RanksRunner) -> None:
+    """192 channels each, padded to 256 in BF16; of six FP8 tiles two, two, one and one."""
+    results = said_by_ranks(name, Parallelism(tp=4), run_ranks)
+    assert results[0] == generate(start_qwen3(name), GIVEN, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", ["dense_fp8", "moe_fp8", "moe_bf16"])
