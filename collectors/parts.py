@@ -1,7 +1,7 @@
 """Holds the parts of an engine's tensors against the checkpoint, and says how much of it the audit covers."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +33,8 @@ class Slice:
     nbytes: int
 
 
-_Key = tuple[str, Region, torch.dtype | None]  # tensor, part of it, dtype that it is cast to
+ReadAs = torch.dtype | Callable[[Tensor], Tensor] | None
+_Key = tuple[str, Region, ReadAs]  # tensor, part of it, what it is read as
 Slices = dict[_Key, Slice]  # of one checkpoint
 
 
@@ -199,10 +200,8 @@ def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:
 
 def _is_scale(key: _Key, slice_: Tensor) -> bool:
     """Whether a slice is E8M0 exponents, which a careless copy converts as numbers."""
-    return key[0].endswith(("weight_scale", "_scales")) and slice_.dtype in (
-        torch.uint8,
-        torch.float8_e8m0fnu,
-    )
+    named = key[0].endswith(("weight_scale", "_scales"))
+    return slice_.dtype is torch.float8_e8m0fnu or (named and slice_.dtype is torch.uint8)
 
 
 def numeric_cast(scales: Tensor) -> Tensor:

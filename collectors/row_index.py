@@ -5,7 +5,7 @@ block of the row, then two sums of those modulo 2^64, with random odd keys. So r
 wherever they lie, and the hashes of two different rows agree with a chance of about 2^-112.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,8 +51,11 @@ def hash_rows(matrix: Tensor, dtype: torch.dtype, pieces: int = 1) -> Hashes:
     return joined(made) if made else Hashes(np.empty(0, np.uint64), np.empty(0, np.uint64))
 
 
-def as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in another float dtype; the bytes where it is bytes that are kept under another name."""
+def as_dtype(tensor: Tensor, dtype: torch.dtype | Callable[[Tensor], Tensor]) -> Tensor:
+    """The values in another float dtype; the bytes where it is bytes that are kept under another name; or what an
+    engine makes of them as it loads."""
+    if not isinstance(dtype, torch.dtype):
+        return dtype(tensor)
     if tensor.dtype == dtype:
         return tensor
     return tensor.view(dtype) if dtype.itemsize == 1 else tensor.to(dtype)

@@ -37,6 +37,9 @@ def problems(root: Root) -> Problems:
         yield from rule(root)
 
 
+ONLINE_FP8 = ("kimi_k3",)
+
+
 def _device(root: Root) -> Problems:
     b = root.backend
     yield from one_of("backend.device", b.device, ["cpu", "cuda"])
@@ -48,6 +51,24 @@ def _device(root: Root) -> Problems:
 def _variables(root: Root) -> Problems:
     found = (text.environment_problem("backend.env", name, value) for name, value in root.backend.env.items())
     yield from (problem for problem in found if problem is not None)
+
+
+def _online(root: Root) -> Problems:
+    """Weights that are quantised as they are loaded."""
+    kind = root.backend.online_quantization
+    yield from one_of("backend.online_quantization", kind, ["none", "fp8"])
+    if kind == "none":
+        return
+    if root.model.architecture not in ONLINE_FP8:
+        yield (
+            f"backend.online_quantization is {kind} and model.architecture {root.model.architecture}; the models whose "
+            f"BF16 matrices can be quantised as they are loaded are: {', '.join(ONLINE_FP8)}. Set it to none."
+        )
+    if any(step.via == "sharded_state" for step in root.load_path.steps):
+        yield (
+            f"backend.online_quantization is {kind} and the load path starts on sharded_state, which saves parameters "
+            "as they were loaded; quantised ones are gone. Use load_path=tensorizer, or set it to none."
+        )
 
 
 def _kernels(root: Root) -> Problems:
@@ -179,5 +200,5 @@ def _arguments(root: Root) -> Problems:
             yield f"backend.options has {name!r}, which is no argument's name: write them as enforce_eager is written."
 
 
-_NATIVE: tuple[Callable[[Root], Problems], ...] = (_kernels, _not_native)
+_NATIVE: tuple[Callable[[Root], Problems], ...] = (_kernels, _online, _not_native)
 _VLLM: tuple[Callable[[Root], Problems], ...] = (_source, _url, _layout, _arguments)

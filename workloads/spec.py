@@ -69,6 +69,7 @@ class Backend:
     )
     python: str | None = None  # interpreter with the engine in it, instead of an environment; None: this one
     url: str | None = None  # of a running server to attach to, instead of starting an engine
+    online_quantization: str = "none"  # none | fp8: of BF16 matrices as they are loaded, by output channel
     dtype: str = "auto"  # of weights and activations, in an engine that lets one choose
     options: dict[str, Any] = field(
         default_factory=dict

@@ -17,6 +17,8 @@ from workloads.kernels.moe import make_moe_kernel
 from workloads.loading.lifecycle import EventSink, Lifecycle
 from workloads.loading.loader import UpdateStats
 from workloads.models.architectures import ARCHITECTURES
+from workloads.models.online_fp8 import RULES as ONLINE_RULES
+from workloads.models.online_fp8 import quantize_online
 from workloads.models.parallel import gather_objects, make_groups
 from workloads.models.served import Cache, Drafter, Setting, Target, model_stack
 from workloads.spec import GangSpec, Sampling
@@ -42,6 +44,9 @@ class NativeEngine(NativeWeights):
         kernel, fused = make_moe_kernel(backend.moe_kernel), backend.moe_kernel == "mega_moe"
         with self.device:
             roots = model_stack(architecture).make_roots(Setting(config, groups, kernel, fused))
+        if backend.online_quantization == "fp8":
+            for root in roots.values():
+                quantize_online(root)
         super().__init__(spec, rank, groups, roots, loader_class(spec.faults), Lifecycle(sink))
         self._caches: dict[str, list[Cache]] = {}
 
@@ -60,7 +65,8 @@ class NativeEngine(NativeWeights):
         return [part for path, module in modules for part in module.parts(f"{root}:{path}")]
 
     def rules(self) -> Sequence[Rule]:
-        return model_stack(self._architecture).RULES
+        online = ONLINE_RULES if self.spec.backend.online_quantization != "none" else ()
+        return (*model_stack(self._architecture).RULES, *online)
 
     def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
         """Caches: what serving writes, by `root:caches.LAYER.NAME`."""

@@ -122,9 +122,12 @@ class NativeWeights:
         if via == "dummy":
             seed = self.spec.checkpoints[checkpoint].seed
             return lambda loader: loader.dummy(seed), lambda: None
-        if via == "safetensors":
-            reader: CheckpointReader = self._open(checkpoint)
-            return lambda loader: loader.cold(reader), reader.require_unchanged
+        if via in ("safetensors", "streamed"):
+            reader = self._open(checkpoint)
+            streams = via == "streamed"
+            return (
+                lambda one: one.streamed(reader) if streams else one.cold(reader)
+            ), reader.require_unchanged
         folder = Path(self.spec.saved_dir)
         saved.require_layout(folder, saved.layout_of(self.spec, via, checkpoint))
         if via == "sharded_state":

@@ -8,7 +8,7 @@ import torch
 from workloads.loading.arrivals import Incoming, ReloadError
 from workloads.loading.experts import ExpertSlice, expert_of, takes_single_experts
 from workloads.loading.mapping import Destination
-from workloads.loading.padding import record_padding
+from workloads.loading.padding import filled_together, record_padding
 from workloads.loading.saved import ProcessedState
 from workloads.loading.steps import Reader, Steps, UpdateStats
 from workloads.loading.weights import ModelRoot, Weight, WeightModule
@@ -46,6 +46,17 @@ class Loader(Steps):
                     for placement in weight.placements:
                         record_padding(module, name, placement)
             self._fill_and_post_process_all()
+            self.finalize()
+        return self.stats
+
+    def streamed(self, reader: Reader) -> UpdateStats:
+        """Each module gets its memory with its first tensor and is processed with its last."""
+        with _Load(self):
+            for _, module in self.root.weight_modules():
+                for name in module.weights:
+                    module.consume(name)
+            self._stream(reader, fresh=True, serving=False)
+            self._process_weightless()
             self.finalize()
         return self.stats
 
@@ -99,16 +110,14 @@ class Loader(Steps):
         with _Load(self):
             self.together = units or {}
             self._stream(reader, fresh)
-            if not self.arrival.tensors:  # what owns no weights may still derive something from others'
-                for path, module in self.root.weight_modules():
-                    if not module.weights:
-                        self._process(path, module)
+            if not self.arrival.tensors:
+                self._process_weightless()
             self.finalize()
         self._refuse_moved(before)
         return self.stats
 
-    def _stream(self, reader: Reader, fresh: bool) -> None:
-        """Open each module at its first piece, close it at its last."""
+    def _stream(self, reader: Reader, fresh: bool, serving: bool = True) -> None:
+        """Open each module at its first piece, close it at its last. serving: there are parameters to copy back to."""
         left = Counter(place.path for name in self.expected() for place in self.map[name])
         opened: dict[str, tuple[WeightModule, Serving]] = {}
         experts = _ExpertStream(self)
@@ -124,9 +133,9 @@ class Loader(Steps):
                 opened[path] = module, self._open(path, module, fresh)
             self.place(destination, tensor)
             if not left[path]:
-                self._close(path, *opened.pop(path), fresh)
-        for path, (module, serving) in opened.items():  # of which only some tensors came
-            self._close(path, module, serving, fresh)
+                self._close(path, *opened.pop(path), fresh and serving)
+        for path, (module, held) in opened.items():  # of which only some tensors came
+            self._close(path, module, held, fresh and serving)
 
     def _open(self, path: str, module: WeightModule, fresh: bool) -> Serving:
         serving = {name: module.live(name) for name in module.weights}
@@ -136,10 +145,10 @@ class Loader(Steps):
             self.restore(path, module)
         return serving
 
-    def _close(self, path: str, module: WeightModule, serving: Serving, fresh: bool) -> None:
+    def _close(self, path: str, module: WeightModule, serving: Serving, back: bool) -> None:
         self._process(path, module)
         self.finalize_early(module)
-        if fresh:
+        if back:
             self.copy_back(path, module, serving)
 
     # Parts of the paths ----------------------------------------------------------------------------
@@ -148,10 +157,17 @@ class Loader(Steps):
         self.fill(path, module)
         self.post_process(path, module)
 
+    def _process_weightless(self) -> None:
+        """What owns no weights may still derive something from others'."""
+        for path, module in self.root.weight_modules():
+            if not module.weights:
+                self._process(path, module)
+
     def _fill_and_post_process_all(self) -> None:
         modules = list(self.root.weight_modules())
-        for path, module in modules:
-            self.fill(path, module)
+        with filled_together():
+            for path, module in modules:
+                self.fill(path, module)
         for path, module in modules:
             self.post_process(path, module)
 

@@ -42,6 +42,11 @@ _PROCESS = ("fill_padding", "post_process", "finalize")
 STARTS = {
     "safetensors": LoadPath(("place", *_PROCESS)),
     "dummy": LoadPath(("draw", *_PROCESS)),
+    # Parameters get their memory as their tensors arrive: with online quantisation, one module's at a time.
+    "streamed": LoadPath(
+        ("rematerialize", "place", "fill_padding", "post_process", "finalize_module", "finalize"),
+        unit="module",
+    ),
     "tensorizer_raw": LoadPath(("place", *_PROCESS), saved=True),
     # Parameters were saved with their padding, in the layout of loading.
     "sharded_state": LoadPath(("place", "post_process", "finalize"), saved=True),

@@ -1,6 +1,6 @@
 """Modules that own weights: what each parameter holds, where it comes from, and what is left over as padding."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +54,8 @@ class Part:
     value: the bytes, contiguous, checkpoint layout (may be a fresh copy).
     source, region: checkpoint tensor and the (start, length) per dimension that it must equal; None for padding.
     padding_value: the byte or number the parameter was created with; only for padding parts.
-    read_as: dtype to which the checkpoint's values are cast before they are compared; None: they are not.
+    read_as: dtype to which the checkpoint's values are cast before they are compared, or what is made of them;
+    None: they are compared as stored.
     """
 
     tensor: str
@@ -63,7 +64,7 @@ class Part:
     source: str | None = None
     region: Region = ()
     padding_value: float | None = None
-    read_as: torch.dtype | None = None
+    read_as: torch.dtype | Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from workloads.kernels.linear import linear, linear_partial, round_to_bf16
 from workloads.kernels.norm import rms_norm
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
 from workloads.models.batch import Batch
+from workloads.models.online_fp8 import Matrix
 from workloads.models.parallel import (
     ALONE,
     Group,
@@ -62,14 +63,12 @@ def vector(source: str, size: int, dtype: torch.dtype = torch.bfloat16, start: i
     return Weight((size,), dtype, (Placement(source, region, whole((size,)), whole((size,))),))
 
 
-class ColumnParallelLinear(WeightModule):
+class ColumnParallelLinear(Matrix):
     """Several checkpoint matrices fused row under row; each rank has a share of the rows of each.
 
     `weight` BF16 [rows, in_features]. Rows are padded with zeros at the end to a multiple of `multiple`; the
     padding belongs to the slot of the last matrix. `sizes`: rows of each matrix here, then of the padding.
     """
-
-    weight: torch.Tensor
 
     def __init__(self, group: Group, in_features: int, rows: Sequence[Rows], multiple: int = 1) -> None:
         super().__init__()
@@ -99,8 +98,8 @@ class ColumnParallelLinear(WeightModule):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, in_features] -> BF16 [T, rows]."""
         if not len(x):
-            return x.new_empty(0, self.weight.shape[0])
-        return linear(x, self.weight)
+            return x.new_empty(0, sum(self.sizes))
+        return linear(x, self.matrix())
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`forward`, divided into the results of the fused matrices, padding last."""
@@ -114,10 +113,8 @@ class ReplicatedLinear(ColumnParallelLinear):
         super().__init__(ALONE, in_features, rows)
 
 
-class RowParallelLinear(WeightModule):
+class RowParallelLinear(Matrix):
     """A matrix divided along its inputs. `weight` BF16 [out_features, in_features / ranks]."""
-
-    weight: torch.Tensor
 
     def __init__(self, group: Group, in_features: int, out_features: int, source: str) -> None:
         super().__init__()
@@ -128,7 +125,7 @@ class RowParallelLinear(WeightModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, in_features / ranks] -> this rank's part of the sum, float64 [T, out_features]."""
-        return linear_partial(x, self.weight)
+        return linear_partial(x, self.matrix())
 
 
 class RMSNorm(WeightModule):
