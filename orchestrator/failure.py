@@ -11,7 +11,9 @@ from typing import Any
 from orchestrator.causes import likely_cause
 
 TAIL_LINES = 40
-SEARCHED_LINES = 400  # of a log, for the cause: an engine's workers may say much after it
+SEARCHED_LINES = (
+    2000  # of a log, for the cause: an engine's workers may say much after it, such as a crash's frames
+)
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 _TYPED = {"CheckpointError": "checkpoint", "ReloadError": "unusable"}  # of what a rank raises
