@@ -21,13 +21,13 @@ _WIDE = (torch.float64, torch.complex128)  # of more than the kernel's words
 
 
 class Summed(NamedTuple):
-    """A leaf's last sums in order, its bytes, whether NaN occurs, the byte that repeats or -1."""
+    """Of n leaves: number, bytes, last sums in order, whether NaN occurs, the byte that repeats or -1."""
 
-    leaf: int
-    sums: bytes
-    nbytes: int
-    nan: bool
-    constant: int
+    leaves: list[int]
+    nbytes: list[int]
+    sums: list[bytes]
+    nan: list[bool]
+    constants: list[int]
 
 
 @dataclass(slots=True)
@@ -88,14 +88,12 @@ class DeviceSums:
     def results(self) -> Iterator[Summed]:
         """Of every leaf. Waits for the device."""
         self._launch()
-        for numbers, nbytes, sums, flags in self._launched:
-            last, flag_rows = sums.last.cpu().numpy().tobytes(), flags.tolist()
+        for leaves, nbytes, sums, flags in self._launched:
+            last, marks = sums.last.cpu().numpy().tobytes(), flags.cpu().numpy()
             ends = np.cumsum(sums.last_bytes).tolist()
-            starts = [0, *ends[:-1]]
-            for i, (leaf, size) in enumerate(zip(numbers, nbytes.tolist(), strict=True)):
-                nan, varies, octet = flag_rows[i]
-                constant = octet if self._flags and not varies else -1
-                yield Summed(leaf, last[starts[i] : ends[i]], size, bool(nan), constant)
+            parts = [last[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+            constant = np.where((marks[:, 1] == 0) & self._flags, marks[:, 2].astype(np.int64), -1)
+            yield Summed(leaves, nbytes.tolist(), parts, (marks[:, 0] != 0).tolist(), constant.tolist())
         self._launched.clear()
 
     def _launch(self) -> None:

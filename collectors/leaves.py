@@ -69,12 +69,12 @@ class Leaves:
             self._flush(group)
         self._digest()
         for device in self._devices.values():
-            for leaf, sums, nbytes, nan, constant in device.results():
-                self.digests[leaf], self.nan[leaf], self.constants[leaf] = (
-                    _digest(sums, nbytes),
-                    nan,
-                    constant,
-                )
+            for summed in device.results():
+                digests = map(_digest, summed.sums, summed.nbytes)
+                for leaf, digest, nan, constant in zip(
+                    summed.leaves, digests, summed.nan, summed.constants, strict=True
+                ):
+                    self.digests[leaf], self.nan[leaf], self.constants[leaf] = digest, nan, constant
 
     def _device(self, tensor: Tensor) -> DeviceSums:
         if tensor.device not in self._devices:
