@@ -34,6 +34,8 @@ def expected(checkpoint: Path) -> list[tuple[Any, ...]]:
         Parallelism(tp=2, dp=1, ep=2),
         Parallelism(tp=2, dp=2, ep=1),
         Parallelism(tp=2, dp=2, ep=4),
+        Parallelism(tp=2, dp=2, ep=2),
+        Parallelism(tp=4, dp=1, ep=4),
         Parallelism(tp=1, dp=4, ep=4),
     ],
     ids=lambda p: f"tp{p.tp}-dp{p.dp}-ep{p.ep}",
