@@ -1,16 +1,19 @@
 """What a DeepSeek-V4 generation says does not depend on how its tokens were computed, but does on what it derives."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from deepseek_v4_engine import TOY, make_checkpoint, start_engine
-from k3_engine import NEW, OLD, generate, prompts
+from deepseek_v4_engine import TOY, make_checkpoint, make_spec, start_engine
+from k3_engine import NEW, OLD, different, generate, held_bytes, prompts
 
 from workloads.engines.native import NativeEngine
 from workloads.engines.protocol import Prompt
+from workloads.loading.generate import generate_checkpoint
 from workloads.models.deepseek_v4.mhc import HyperConnection
 from workloads.models.deepseek_v4.moe import Gate, SharedExperts
+from workloads.models.deepseek_v4.vision import DeepseekV4ForConditionalGeneration
 from workloads.spec import Sampling
 
 LENGTHS = (1, 5, 70)  # 70 fills the window four times over and makes more groups than the indexer may choose
@@ -116,6 +119,29 @@ def test_what_the_hook_did_not_build_is_refused(checkpoint: Path) -> None:
     target.get_submodule("model.layers.0.attn.wq_b").weight_scale = None
     with pytest.raises(RuntimeError, match="FP8 scales are not packed"):
         generate(engine, prompts(3))
+
+
+def test_the_vision_wrapper_delegates_its_hook_and_puts_features_in_place_of_image_tokens(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """The wrapper loads the text model under the same names, its projector beside it."""
+    config = replace(TOY, vision=True)
+    spec = make_spec(generate_checkpoint(config, 0, tmp_path / "checkpoint"))
+    spec.model.deepseek_v4 = config
+    engine = NativeEngine(spec, 0)
+    engine.start(OLD, "safetensors")
+    wrapper = engine.roots()["target"]
+    assert isinstance(wrapper, DeepseekV4ForConditionalGeneration)
+    text = start_engine(checkpoint)
+    assert wrapper.language_model.model.layers[0].hc_attn.hc_attn_fn_broadcast is not None
+    assert generate(engine, prompts(20), 2) == generate(text, prompts(20), 2)  # no image in it
+    second = config.image_token_start + config.image_lengths[0]
+    image = [Prompt("image", (1, 2, second, second + 1, 3))]
+    assert generate(engine, image, 2) != generate(text, image, 2)
+    engine.update(NEW, "layerwise")
+    fresh = NativeEngine(spec, 0)
+    fresh.start(NEW, "safetensors")
+    assert different(held_bytes(engine), held_bytes(fresh)) == []
 
 
 def test_requests_longer_than_the_rotation_tables_are_refused(checkpoint: Path) -> None:

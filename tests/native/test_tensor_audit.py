@@ -319,6 +319,12 @@ def test_numeric_casts_of_scales_are_recognised(tmp_path: Path) -> None:
     found = parts(observe(engine, tmp_path))
     assert found["weight_scale"]["fp"] == found["weight_scale"]["cast"] != found["weight_scale"]["expected"]
     assert [r["cast"] for name, r in found.items() if name != "weight_scale"] == [None] * (EXPERTS + 2)
+    scale = torch.full((2, 2), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    checkpoint = Checkpoint()
+    checkpoint.tensors["wq_a.scale"] = scale  # by its dtype, whatever its name
+    part = Part("target:wq_a", "wq_a.scale", numeric_cast(scale), "wq_a.scale", ((0, 2), (0, 2)))
+    (record,) = (r for kind, r in audit_parts("target", [part], set(), checkpoint, {}) if kind == "part")
+    assert record["fp"] == record["cast"] != record["expected"]
     assert numeric_cast(torch.tensor([120, 127, 130], dtype=torch.uint8)).tolist() == [0, 1, 8]
 
 

@@ -234,12 +234,15 @@ def _addresses(root: ModelRoot) -> dict[str, int]:
 
 
 def _dummy_(parameter: torch.Tensor, generator: torch.Generator, weight: Weight) -> None:
-    """Random values that every kernel accepts: small floats, any FP4 nibbles, exponents near 2^-8, valid indices."""
+    """Random values that every kernel accepts: small floats, any FP4 nibbles, exponents 2^-6 to 2^-3, valid indices.
+
+    The exponents are above those of weights in blocks of 128 x 128, whose few scales would else equal them by chance.
+    """
     if weight.below is not None:
         parameter.copy_(torch.randint(0, weight.below, parameter.shape, generator=generator))
     elif parameter.dtype.is_floating_point:
         parameter.copy_(torch.empty(parameter.shape).uniform_(-1e-3, 1e-3, generator=generator))
     elif weight.creation_value:  # E8M0 scales are created as ones, packed weights as zeros
-        parameter.copy_(torch.randint(117, 121, parameter.shape, generator=generator, dtype=torch.uint8))
+        parameter.copy_(torch.randint(121, 125, parameter.shape, generator=generator, dtype=torch.uint8))
     else:
         parameter.copy_(torch.randint(0, 256, parameter.shape, generator=generator, dtype=torch.uint8))

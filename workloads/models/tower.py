@@ -3,6 +3,29 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import nn
+
+from workloads.models.layers import ReplicatedLinear, RMSNorm, Rows
+
+
+class MediaProjector(nn.Module):
+    """From a tower's width to the language model's: one norm and one matrix, whole on every rank."""
+
+    def __init__(self, width: int, hidden: int, eps: float, prefix: str) -> None:
+        super().__init__()
+        self.width = width
+        self.norm = RMSNorm(width, eps, f"{prefix}norm.weight")
+        self.proj = ReplicatedLinear(width, [Rows(f"{prefix}proj.weight", hidden)])
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        """BF16 [rows, width] -> BF16 [rows, hidden]."""
+        out: torch.Tensor = self.proj(self.norm(features))
+        return out
+
+    def encode(self, medium: int, rows: int) -> torch.Tensor:
+        """What stands in for a medium of `rows` embeddings: BF16 [rows, hidden]."""
+        projected: torch.Tensor = self(tower_features(medium, rows, self.width, self.norm.weight.device))
+        return projected
 
 
 def tower_features(medium: int, rows: int, width: int, device: torch.device) -> torch.Tensor:

@@ -5,7 +5,13 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DeepseekV4Config:
-    """Architecture of `DeepseekV4ForCausalLM`; defaults are the CPU proxy (`deepseek_v4_tiny`)."""
+    """Architecture of `DeepseekV4ForCausalLM` and, with `vision`, what wraps it; defaults are the CPU proxy
+    (`deepseek_v4_tiny`)."""
+
+    vision: bool = False
+    vision_hidden_size: int = 48
+    image_token_start: int = 258  # first id beyond the byte tokenizer's
+    image_lengths: list[int] = field(default_factory=lambda: [24, 40])  # tokens of each image
 
     num_layers: int = 6
     hidden_size: int = 256

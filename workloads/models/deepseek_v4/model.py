@@ -29,9 +29,8 @@ class DeepseekV4Model(nn.Module):
             for layer in range(config.num_layers)
         )
 
-    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        """The copies after the last layer, BF16 [n, copies, H]."""
-        embedded = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
+    def forward(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """BF16 [n, H], embeddings of this rank's tokens -> the copies after the last layer, BF16 [n, copies, H]."""
         x: torch.Tensor = embedded.unsqueeze(1).repeat(1, self.copies, 1)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache, self.rotary)
@@ -59,10 +58,19 @@ class DeepseekV4ForCausalLM(Target):
         self.model.rotary.require(positions)
         return [layer.make_cache(slots, positions) for layer in self._layers()]
 
-    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        """The copies of this rank's tokens after the last layer, BF16 [n, copies, H]; caches are advanced."""
-        hidden: torch.Tensor = self.model(batch, caches)
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """Embeddings of this rank's tokens, BF16 [n, H]."""
+        embedded: torch.Tensor = self.model.embed_tokens(batch.token_ids)
+        return embedded[: batch.local_tokens]
+
+    def run(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """BF16 [n, H] -> the copies after the last layer, BF16 [n, copies, H]; caches are advanced."""
+        hidden: torch.Tensor = self.model(embedded, batch, caches)
         return hidden
+
+    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """The copies of this rank's tokens after the last layer, BF16 [n, copies, H]."""
+        return self.run(self.embed(batch), batch, caches)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from workloads.loading.tensor_table import COLUMN, MXFP4_GROUP, ROW, TensorSpec, counted
 from workloads.models.deepseek_v4.config import OVERLAPPING, DeepseekV4Config
 from workloads.models.deepseek_v4.tensors import FP8, FP8_BLOCK, sections
+from workloads.models.media import slot_problems
 from workloads.models.planning import Experts, Load, Part
 
 COMPONENTS = {
@@ -21,6 +22,7 @@ COMPONENTS = {
     "router": "router",
     "norms": "norms",
     "mtp": "MTP block",
+    "vision": "image projector",
 }
 MAY_BE_ZERO = ("num_mtp_layers", "num_hash_layers")
 _KEY = "model.deepseek_v4"
@@ -48,6 +50,9 @@ def problems(c: DeepseekV4Config) -> Iterator[str]:
         )
     if c.num_mtp_layers > 1:
         yield f"{_KEY}.num_mtp_layers is {c.num_mtp_layers}; the drafter has one block at most."
+    if c.vision:
+        keys = "image_token_start and image_lengths"
+        yield from slot_problems("deepseek_v4", keys, c.image_token_start, c.image_lengths, c.vocab_size)
     if c.num_experts % 2:
         yield f"{_KEY}.num_experts is {c.num_experts}; it must be even, so that a changed checkpoint stays valid."
     yield from _widths(c)

@@ -21,7 +21,8 @@ from workloads.loading.tensor_table import (
 )
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 
-NOT_LOADED: tuple[str, ...] = ()
+NOT_LOADED = ("vision.",)  # the tower, whose output `workloads.models.tower` stands in for
+ALIGNER = "aligner."
 FP8_BLOCK = 128
 FP8 = "fp8_e8m0_block128"
 
@@ -36,6 +37,10 @@ def sections(c: DeepseekV4Config) -> Iterator[Section]:
     yield Section(tail + specs("", "head", [Row("head.weight", vocab, VOCAB)]), [])
     for block in range(c.num_mtp_layers):
         yield _mtp(c, block)
+    if c.vision:
+        width = c.vision_hidden_size
+        rows = [_norm("norm", width), Row("proj.weight", (c.hidden_size, width))]
+        yield Section(specs(ALIGNER, "vision", rows), [])
 
 
 def _layer(c: DeepseekV4Config, layer: int, prefix: str, component: str | None = None) -> Section:

@@ -3,33 +3,16 @@
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from workloads.models.batch import Batch
 from workloads.models.dense.attention import KvCache
 from workloads.models.dense.model import DenseForCausalLM
-from workloads.models.layers import ReplicatedLinear, RMSNorm, Rows
 from workloads.models.media import slots
 from workloads.models.openpangu.attention import SinkAttention
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.openpangu.tensors import PROJECTOR
 from workloads.models.served import Setting, Target
-from workloads.models.tower import fill_slots, tower_features
-
-
-class ImageProjector(nn.Module):
-    """From the tower's width to the language model's: one norm and one matrix, whole on every rank."""
-
-    def __init__(self, config: OpenPanguConfig) -> None:
-        super().__init__()
-        width = config.vision_hidden_size
-        self.norm = RMSNorm(width, config.rms_norm_eps, f"{PROJECTOR}norm.weight")
-        self.proj = ReplicatedLinear(width, [Rows(f"{PROJECTOR}proj.weight", config.hidden_size)])
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """BF16 [patches, width] -> BF16 [patches, hidden]."""
-        out: torch.Tensor = self.proj(self.norm(features))
-        return out
+from workloads.models.tower import MediaProjector, fill_slots
 
 
 class OpenPanguVL(Target):
@@ -39,9 +22,10 @@ class OpenPanguVL(Target):
         super().__init__()
         config = setting.config
         self.language_model = DenseForCausalLM(setting, config.prefix, SinkAttention)
-        self.visual = ImageProjector(config)
+        self.visual = MediaProjector(
+            config.vision_hidden_size, config.hidden_size, config.rms_norm_eps, PROJECTOR
+        )
         self.images = slots(config.image_token_start, config.image_lengths)
-        self.width = config.vision_hidden_size
 
     def process_weights_after_loading(self) -> None:
         """Nothing of the projector's is derived; the language model has a hook of its own."""
@@ -59,8 +43,4 @@ class OpenPanguVL(Target):
         return self.language_model.logits(hidden, rows, batch)
 
     def _encode(self, image: int) -> torch.Tensor:
-        device = self.visual.norm.weight.device
-        patches: torch.Tensor = self.visual(
-            tower_features(image, len(self.images[image]), self.width, device)
-        )
-        return patches
+        return self.visual.encode(image, len(self.images[image]))

@@ -1,0 +1,45 @@
+"""The vision wrapper: a language model whose prompts may hold images."""
+
+from collections.abc import Sequence
+
+import torch
+
+from workloads.models.batch import Batch
+from workloads.models.deepseek_v4.attention import WindowCache
+from workloads.models.deepseek_v4.decoder import V4Setting
+from workloads.models.deepseek_v4.model import DeepseekV4ForCausalLM
+from workloads.models.deepseek_v4.tensors import ALIGNER
+from workloads.models.media import slots
+from workloads.models.served import Target
+from workloads.models.tower import MediaProjector, fill_slots
+
+
+class DeepseekV4ForConditionalGeneration(Target):
+    """The tower that would see the images is not built: `tower_features` stands in for what it says of them."""
+
+    def __init__(self, setting: V4Setting) -> None:
+        super().__init__()
+        config = setting.config
+        self.language_model = DeepseekV4ForCausalLM(setting)
+        self.aligner = MediaProjector(
+            config.vision_hidden_size, config.hidden_size, config.rms_norm_eps, ALIGNER
+        )
+        self.images = slots(config.image_token_start, config.image_lengths)
+
+    def process_weights_after_loading(self) -> None:
+        """Nothing of the projector's is derived; the language model has a hook of its own."""
+        self.language_model.process_weights_after_loading()
+
+    def make_caches(self, slots: int, positions: int) -> list[WindowCache]:
+        return self.language_model.make_caches(slots, positions)
+
+    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        embedded = self.language_model.embed(batch)
+        fill_slots(embedded, batch.local_token_ids, self.images, self._encode)
+        return self.language_model.run(embedded, batch, caches)
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return self.language_model.logits(hidden, rows, batch)
+
+    def _encode(self, image: int) -> torch.Tensor:
+        return self.aligner.encode(image, len(self.images[image]))
