@@ -157,6 +157,7 @@ def _symmetric_buffer(experts: Experts, layout: Parallelism, backend: Backend) -
         hidden=experts.hidden,
         intermediate=padded_intermediate(experts, backend),
         sms=SM100_MULTIPROCESSORS,
+        shared=experts.fused_shared,
     )
     return [
         Part("MegaMoE buffer", "buffer", nbytes, f"{backend.max_batch_tokens} tokens a pass, EP{layout.ep}")
@@ -186,11 +187,19 @@ def mega_moe_ring_tokens(
 
 @cache
 def mega_moe_buffer_bytes(
-    tokens: int, ranks: int, topk: int, experts: int, hidden: int, intermediate: int, sms: int
+    tokens: int,
+    ranks: int,
+    topk: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    sms: int,
+    shared: int = 0,
 ) -> int:
-    """Bytes of DeepGEMM's symmetric buffer on one rank, FP8 activations, no fused shared expert.
+    """Bytes of DeepGEMM's symmetric buffer on one rank, FP8 activations.
 
-    tokens: largest number of one forward pass; hidden, intermediate: of the routed experts.
+    tokens: largest number of one forward pass; hidden, intermediate: of the routed experts; shared: intermediate size
+    of the shared ones, if the kernel computes them.
     """
     tokens, local = _round_up(tokens, TOKEN_MULTIPLE), experts // ranks
     ring = mega_moe_ring_tokens(tokens, ranks, topk, experts, hidden, intermediate, sms)
@@ -201,8 +210,9 @@ def mega_moe_buffer_bytes(
     workspace += 4 * local * ranks**2 * tokens + 12 * pool
     inputs = tokens * (hidden + hidden // 32 + 12 * topk)
     rings = ring * (hidden + intermediate + 4) + scale_rows * (hidden + intermediate) // 32
-    combine = topk * tokens * 2 * hidden
-    return workspace + inputs + rings + combine
+    own = ceil(tokens / 8) * 128 * (hidden + shared) // 32 + tokens * shared if shared else 0
+    combine = (topk + bool(shared)) * tokens * 2 * hidden
+    return workspace + inputs + rings + own + combine
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -100,3 +100,22 @@ def test_updates_bring_consumed_experts_back() -> None:
     [reference] = compose(["parallelism=single", "backend=native_reference"])
     assert reference.root is not None
     assert memory.update_bytes(reference.root) == 0
+
+
+@pytest.mark.parametrize(
+    ("experts", "hidden", "intermediate", "ranks", "gibibytes"),
+    [
+        (256, 4096, 2048, 4, 0.6),
+        (256, 4096, 2048, 8, 0.6),
+        (384, 7168, 3072, 8, 1.9),
+        (384, 7168, 3072, 16, 2.8),
+    ],
+)
+def test_mega_moe_buffer_with_a_shared_expert(
+    experts: int, hidden: int, intermediate: int, ranks: int, gibibytes: float
+) -> None:
+    """DeepSeek-V4-Flash and -Pro, top-6, 8192 tokens."""
+    layout = {"ranks": ranks, "topk": 6, "experts": experts, "hidden": hidden, "intermediate": intermediate}
+    with_it = memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148, shared=intermediate)
+    assert with_it / 2**30 == pytest.approx(gibibytes, abs=0.06)
+    assert with_it > memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148)

@@ -99,6 +99,7 @@ def experts(c: DeepseekV4Config) -> Experts:
         hidden=c.hidden_size,
         intermediate=c.moe_intermediate_size,
         quantization=c.expert_quantization,
+        fused_shared=c.shared_intermediate_size,
         keys={
             "count": "num_experts",
             "per_token": "num_experts_per_token",
