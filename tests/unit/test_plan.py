@@ -267,6 +267,13 @@ GOLDENS = {
     "plan_refit_local": ["plan", "+exp=kimi_k3_refit", "cluster.memory_gb=2"],
     "plan_k3_gb200": [*GB200, "load_path=layerwise"],
     "plan_k3_ep8_refused": [*GB200, "parallelism={tp: 4, dp: 2, ep: 8, nodes: 2, gpus_per_node: 4}"],
+    "plan_v4_flash_gb200": [
+        "plan",
+        "+exp=kimi_k3_refit",
+        "model=deepseek_v4_flash",
+        "cluster=gb200",
+        "load_path=layerwise",
+    ],
     "plan_slurm_options": [
         "plan",
         "cluster=slurm",
