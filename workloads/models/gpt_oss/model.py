@@ -40,6 +40,8 @@ class RotaryEmbedding(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and experts with their norms and residual connections."""
+
     def __init__(self, setting: GptOssSetting, layer: int, prefix: str) -> None:
         super().__init__()
         config, self.tp = setting.config, setting.groups.tp
@@ -60,6 +62,8 @@ class DecoderLayer(nn.Module):
 
 
 class GptOssModel(nn.Module):
+    """Embedding, decoder layers and the final norm."""
+
     def __init__(self, setting: GptOssSetting) -> None:
         super().__init__()
         config = setting.config

@@ -103,6 +103,8 @@ class Router(WeightModule):
 
 
 class MixtureOfExperts(nn.Module):
+    """Router and experts of one layer; every rank holds the router whole."""
+
     def __init__(self, config: GptOssConfig, groups: RankGroups, prefix: str) -> None:
         super().__init__()
         self.router = Router(config, f"{prefix}router.")
