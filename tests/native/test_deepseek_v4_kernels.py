@@ -27,6 +27,7 @@ from workloads.kernels.fp8_blocks import (
 from workloads.kernels.interleaved_rope import Yarn, cos_sin_table, deepseek_frequencies, rotate, rotated
 from workloads.kernels.quantization import decode_e8m0, dequantize_fp8_tiles
 from workloads.kernels.routing import route_hashed, route_sqrtsoftplus_noaux
+from workloads.loading.streams import index_tensor
 
 PUBLISHED = Yarn(factor=16.0, original=65536, beta_fast=32.0, beta_slow=1.0)
 
@@ -222,3 +223,16 @@ def test_attention_with_a_sink_equals_the_formula() -> None:
             powers = np.exp(dots) * seen[t].numpy()
             expected = powers @ keys.double().numpy() / (powers.sum() + math.exp(sinks[head]))
             np.testing.assert_allclose(got[t, head].numpy(), expected, rtol=1e-12)
+
+
+# A table of experts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("below", "columns"), [(384, 6), (256, 6), (8, 8), (7, 3)])
+def test_generated_rows_of_a_table_hold_different_indices(below: int, columns: int) -> None:
+    table = index_tensor("layers.0.ffn.gate.tid2eid", (1000, columns), below, seed=0)
+    assert table.dtype == torch.int64
+    assert (table.sort(dim=1).values.diff(dim=1) > 0).all()
+    assert table.unique().tolist() == list(range(below))
+    assert not torch.equal(table, index_tensor("layers.1.ffn.gate.tid2eid", (1000, columns), below, seed=0))
+    assert torch.equal(table, index_tensor("layers.0.ffn.gate.tid2eid", (1000, columns), below, seed=0))
