@@ -235,9 +235,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _materialize(part: Tensor) -> Tensor:
     """A contiguous copy. Made in memory order first, then transposed: six times as fast where rows are strided."""
+    dtype = part.dtype
+    if dtype.itemsize == 1:  # torch copies bytes everywhere, and not every dtype that it has
+        part = part.view(torch.uint8)
     order = sorted(range(part.ndim), key=lambda dim: -part.stride()[dim])
     dense = part.resolve_conj().resolve_neg().permute(order).contiguous()
-    return dense.permute([order.index(dim) for dim in range(part.ndim)]).contiguous()
+    return dense.permute([order.index(dim) for dim in range(part.ndim)]).contiguous().view(dtype)
 
 
 def _contiguous_pieces(tensor: Tensor, limit: int) -> Iterator[Tensor]:

@@ -20,6 +20,7 @@ SHAPES = [(), (0,), (1,), (7,), (2048,), (100_003,), (600, 256), (33, 5, 77), (8
 DTYPES = [
     *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.uint8, torch.int64, torch.bool),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.complex64),
+    *(torch.float4_e2m1fn_x2, torch.uint16, torch.uint32, torch.complex32, torch.complex128),
 ]
 SAMPLE = 64 << 20  # bytes
 
