@@ -8,7 +8,7 @@ from math import prod
 import torch
 
 from workloads.loading.mapping import Destination
-from workloads.loading.weights import POISON, Placement
+from workloads.loading.weights import POISON
 from workloads.spec import Arrival
 
 Incoming = tuple[Destination, torch.Tensor]
@@ -83,17 +83,13 @@ def _half_new(places: Map, chosen: set[str]) -> Iterator[str]:
             )
 
 
-def piece(destination: Destination) -> tuple[str, str, Placement]:
-    return destination.path, destination.parameter, destination.placement
-
-
 def accounted(incoming: Iterable[Incoming], places: Map, expected: Sequence[str]) -> Iterator[Incoming]:
     """The same pieces. Raises ReloadError for one that comes twice or was not announced, and at the end for what
     did not come: an update that lost something is no success."""
-    owed = {piece(destination): name for name in expected for destination in places[name]}
+    owed = {id(destination): name for name in expected for destination in places[name]}
     total = len(owed)
     for destination, tensor in incoming:
-        if owed.pop(piece(destination), None) is None:
+        if owed.pop(id(destination), None) is None:
             source = destination.placement.source
             raise ReloadError(
                 f"Tensor {source!r} came twice, or is not part of this update: the sender must send each of the "

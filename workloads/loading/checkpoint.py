@@ -1,6 +1,7 @@
 """Reads tensors, whole or in part, from a folder of safetensors files, and checks them against a model."""
 
 import math
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -123,9 +124,9 @@ class SafetensorsCheckpoint:
 
     def _require_unchanged(self, file: str) -> None:
         """Asked before every read: the pages of a file that was cut short cannot be read without a signal."""
-        path, opened = self.folder / file, self._layout.files[file]
+        path, opened = f"{self._layout.folder}/{file}", self._layout.files[file]
         try:
-            found = path.stat()
+            found = os.stat(path)
         except FileNotFoundError:
             how = "has 0 now, it is gone"
         else:
