@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from workloads.engines.native import NativeEngine
-from workloads.loading.generate import generate_checkpoint
+from workloads.loading.checkpoint import TORCH_DTYPES
 from workloads.loading.padding import fill_padding, record_padding
+from workloads.loading.shards import TensorMeta
+from workloads.loading.tensor_table import every_tensor
 from workloads.loading.weights import Placement, Weight, WeightModule, narrow, whole
+from workloads.loading.writer import write_checkpoint
 from workloads.models.kimi_k3.config import KimiK3Config
+from workloads.models.kimi_k3.tensors import sections
 from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism
 
 READ_SHARE = 0.5
@@ -38,13 +42,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[KimiK3Config, 
         hidden_size=1024,
         moe_latent_size=3584,
         moe_intermediate_size=3072,
-        num_experts=4,
+        num_experts=12,
         num_experts_per_token=2,
         shared_intermediate_size=1024,
         dense_intermediate_size=2048,
         num_mtp_layers=0,
     )
-    return config, generate_checkpoint(config, 0, tmp_path_factory.mktemp("wide") / "checkpoint")
+    specs = {spec.name: spec for spec in every_tensor(sections(config))}
+
+    def ones(name: str) -> torch.Tensor:
+        dtype = TORCH_DTYPES[specs[name].dtype]
+        return torch.ones(specs[name].shape, dtype=dtype)  # the bytes do not matter to the speed
+
+    metas = [(spec.name, TensorMeta(spec.dtype, spec.shape)) for spec in specs.values()]
+    folder = tmp_path_factory.mktemp("wide") / "checkpoint"
+    return config, write_checkpoint(folder, "ones", metas, ones, 4 << 30, {})
 
 
 def test_a_start_runs_at_half_of_the_speed_of_reading(checkpoint: tuple[KimiK3Config, Path]) -> None:
