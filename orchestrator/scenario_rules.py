@@ -89,7 +89,8 @@ def _arrival(root: Root, key: str, step: Step) -> Problems:
     if "" in step.tensors:
         yield (
             f"{key}.tensors has an empty pattern, which matches nothing: name tensors of the checkpoint, or leave "
-            "tensors out to update all of them. (load_path=partial takes them from checkpoints.new.perturbation_target.)"
+            "tensors out to update all of them (load_path=partial takes them from "
+            "checkpoints.new.perturbation_target)."
         )
     if step.bucket_bytes < 0:
         yield f"{key}.bucket_bytes is {step.bucket_bytes}; it is a size, or 0 for tensors one by one."
