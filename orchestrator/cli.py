@@ -27,6 +27,7 @@ VERBS = {
     "status": "what the cells of all runs are doing, or those of `status NAME`",
     "judge": "`judge NAME`: judge the records of a run again with the rules of today",
     "report": "`report NAME`: write and show the report of a run again",
+    "faults": "known failures, and where each was last caught; `faults --run` proves all; `faults --help`",
     "engine": "`engine NAME`: install the environment of a foreign engine; alone: show those there are",
 }
 EXAMPLES = """\
@@ -79,6 +80,8 @@ def _dispatch(argv: list[str]) -> int:
     verb, rest = _verb(argv)
     if HYDRA_FLAGS & {argument.partition("=")[0] for argument in rest}:
         return _ask_hydra(rest)
+    if verb == "faults":
+        return _faults(rest)
     options, words = _options(rest)
     if options.help:
         print(help_text())
@@ -174,6 +177,22 @@ def _on_run(verb: str, words: list[str]) -> int:
         if verb == "judge"
         else experiment.write_verdict(store, folder, out)
     )
+
+
+def _faults(arguments: list[str]) -> int:
+    from orchestrator import faults
+
+    flags = {argument for argument in arguments if argument.startswith("-")}
+    if flags & {"-h", "--help"}:
+        print(faults.HELP)
+        return 0
+    if unknown := sorted(flags - {"--run", "--sample"}):
+        raise UsageError(f"{unknown[0]} is not an option of faults; see faults --help.")
+    words = [argument for argument in arguments if argument not in flags]
+    given = [parse_override(word) for word in words if "=" in word]
+    values = {o.key_or_group: str(o.input_line).partition("=")[2] for o in given}
+    names = [word for word in words if "=" not in word]
+    return faults.main(names, values, flags, console())
 
 
 def _engine(names: list[str]) -> int:

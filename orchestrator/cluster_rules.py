@@ -86,11 +86,6 @@ def _code(root: Root) -> Problems:
         for fault in arm.faults:
             if fault not in known:
                 yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
-    if root.code.base.faults and "base" not in cell_arms(root):
-        yield (
-            f"code.base.faults is {root.code.base.faults}, but there is no base: set code.base.path=. or "
-            "code.base.commit."
-        )
 
 
 @cache

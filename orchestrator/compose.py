@@ -30,7 +30,7 @@ from orchestrator.overlay import Base
 from orchestrator.schema import Root
 
 CONFIG_NAME = "config"
-GROUPS = ("model", "parallelism", "backend", "load_path", "cluster")  # whose choices label a cell
+GROUPS = ("row", "model", "parallelism", "backend", "load_path", "cluster")  # whose choices label a cell
 
 
 @dataclass

@@ -21,6 +21,7 @@ from rich.console import Console
 from collectors.records import RecordWriter
 from orchestrator import gang, preflight, provenance, slurm
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
+from orchestrator.judge.attempt import CRASH
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.launch import Allocation, GangSet, find_allocation
 from orchestrator.plan import Cell, cell_id, second_run
@@ -35,6 +36,7 @@ RESERVE = 256 << 10  # bytes kept back, so that a full disk still takes the resu
 NEAR_LIMIT_S = 300  # SIGTERM so shortly before the end of the job is the warning about its time limit
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EVENTS = "events.jsonl"
+CRASHES = ("rank_failed", "rank_killed")  # deaths of a rank that its own code may have caused
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,8 @@ class Recorder:
 
 def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict[str, Any]:
     """Everything between a frozen cell and its judged result. Raises AttemptError."""
+    if "needs" in cell:
+        raise AttemptError("unsupported", cell["needs"])
     recorder.phase("preflight")
     on_slurm = cell["cluster"]["kind"] == "slurm"
     allocation = find_allocation(os.environ) if on_slurm else None
@@ -78,7 +82,13 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
         if cell["code"][arm] is None:
             continue
         gangs = arm_gangs(staged, arm)
-        _run_gangs(cell, arm, gangs.gang_set, allocation, recorder)
+        try:
+            _run_gangs(cell, arm, gangs.gang_set, allocation, recorder)
+        except AttemptError as error:
+            if arm != "base" or error.failure.type not in CRASHES:
+                raise
+            write_json(attempt / "base" / CRASH, error.record())  # what the candidate may have mended
+            recorder.phase(f"base: {error.failure.message}")
         publish(store, gangs)
     if second_run(cell):
         for arm in ("candidate", "base"):

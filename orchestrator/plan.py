@@ -65,6 +65,7 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         "code": arms,
         "collect": collect,
         "policy": asdict(root.policy),
+        **({"needs": root.needs} if root.needs else {}),
         "wandb": asdict(root.wandb),
         "cluster": {**asdict(root.cluster), "env": {k: str(v) for k, v in root.cluster.env.items()}},
     }
@@ -77,10 +78,10 @@ def _freeze_model(model: Model) -> dict[str, Any]:
 
 
 def cell_arms(root: Root) -> dict[str, Arm]:
-    """The arms that run: `base` only where a path, a commit or an engine's environment says which."""
+    """The arms that run: `base` only where a path, a commit, an engine's environment or faults say which."""
     code = root.code
-    has_base = any(of is not None for of in (code.base.path, code.base.commit, code.base.environment))
-    return {"candidate": code.candidate, **({"base": code.base} if has_base else {})}
+    told = any(of is not None for of in (code.base.path, code.base.commit, code.base.environment))
+    return {"candidate": code.candidate, **({"base": code.base} if told or code.base.faults else {})}
 
 
 def arm_environment(root: Root, arm: Arm) -> str | None:
@@ -108,6 +109,8 @@ def cell_id(cell: Cell) -> str:
     identity["code"] = {name: _arm_identity(arm) for name, arm in cell["code"].items()}
     identity["policy"] = {"coverage": cell["policy"]["coverage"]}
     identity["image"] = _image(cell)
+    if "needs" in cell:
+        identity["needs"] = cell["needs"]
     return digest(identity)
 
 

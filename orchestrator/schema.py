@@ -146,6 +146,7 @@ class Root:
     name: str = "adhoc"
     store: str = "runs"
     rerun: bool = False
+    needs: str = ""  # what a cell needs that is not here, as a sentence: it is NOT_RUN for that reason
     model: Model = field(default_factory=Model)
     parallelism: Parallelism = field(default_factory=Parallelism)
     backend: Backend = field(default_factory=Backend)

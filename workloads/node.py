@@ -80,15 +80,16 @@ def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, orde
     return well
 
 
-def run_set(folder: Path, ranks: range, events: Events, attended: bool) -> int:
+def run_set(folder: Path, ranks: range, events: Events, attended: bool, keep_going: bool) -> int:
     gang_files = [Path(name) for name in json.loads((folder / "gangs.json").read_text())]
     specs = [GangSpec.read(path) for path in gang_files]
-    for spec in filter(forks, specs):
+    for spec in {(s.backend.engine, s.trace): s for s in specs if forks(s)}.values():
         preload(spec)
     order = StopOrder(attended)
     for spec, gang_file in zip(specs, gang_files, strict=True):
         events.emit("gang_started", gang=spec.name)
-        if order.given() or not run_gang(spec, gang_file, ranks, events, order):
+        well = not order.given() and run_gang(spec, gang_file, ranks, events, order)
+        if order.given() or not (well or keep_going):
             return 128 + signal.SIGTERM if order.given() else 1
         events.emit("gang_ended", gang=spec.name)
     return 0
@@ -102,6 +103,9 @@ def main() -> int:
         "--ranks", required=True, metavar="LO:HI", help="global ranks of this node, HI excluded"
     )
     parser.add_argument("--attended", action="store_true", help="stop at the end of standard input")
+    parser.add_argument(
+        "--keep-going", action="store_true", help="a gang that fails does not stop those after it"
+    )
     parser.add_argument("--parent", type=int, help="pid whose death ends this node (on the driver's machine)")
     options = parser.parse_args()
     if options.parent is not None:
@@ -117,7 +121,7 @@ def main() -> int:
     events.emit("node_started", host=socket.gethostname(), pid=os.getpid(), step=step, source=__file__)
     low, high = map(int, options.ranks.split(":"))
     try:
-        return run_set(options.set, range(low, high), events, options.attended)
+        return run_set(options.set, range(low, high), events, options.attended, options.keep_going)
     except Exception as error:
         from workloads.rank import failure_report
 

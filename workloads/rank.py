@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -23,14 +23,13 @@ import torch
 import torch.distributed as dist
 
 from collectors.records import RecordWriter, rank_file
-from workloads import scenario
+from workloads import faults, scenario
 from workloads.engines.protocol import InProcessEngine
 from workloads.loading.lifecycle import EventSink
 from workloads.observer import RankObserver
 from workloads.processes import die_with_parent
 from workloads.spec import GangSpec
 
-NATIVE = "workloads.engines.native:NativeEngine"
 REPORT_LIMIT = (
     16_000  # characters of a traceback kept in a report; with the message it stays below a pipe's 64 KiB
 )
@@ -41,9 +40,11 @@ log = logging.getLogger(__name__)
 MakeEngine = Callable[[GangSpec, int, EventSink], InProcessEngine]
 
 
-def engine_class(name: str) -> MakeEngine:
+def engine_class(name: str, with_faults: Sequence[str] = ()) -> MakeEngine:
     """An engine whose ranks are our processes: `native`, or `package.module:Class` for one of one's own."""
-    module, separator, attribute = (NATIVE if name == "native" else name).partition(":")
+    if name == "native":
+        return cast(MakeEngine, faults.engine_class(with_faults))
+    module, separator, attribute = name.partition(":")
     if not separator:
         raise ValueError(
             f"backend.engine={name!r} is neither native, vllm nor a `package.module:Class` of your own."
@@ -100,7 +101,7 @@ def _play(spec: GangSpec, rank: int) -> None:
         RecordWriter(rank_file(folder, "progress", rank)) as progress,
         RecordWriter(rank_file(folder, "lifecycle", rank)) as lifecycle,
     ):
-        engine = engine_class(spec.backend.engine)(spec, rank, lifecycle)
+        engine = engine_class(spec.backend.engine, spec.faults)(spec, rank, lifecycle)
         scenario.play(engine, RankObserver(engine, spec, rank), spec, rank, [progress])
         engine.stop()
     # Rank 0 serves the rendezvous store: nobody leaves while another may still need it.

@@ -13,6 +13,7 @@ from orchestrator.judge.records import Reader
 BASE = (
     "base/"  # `base/updated` in a check: the base arm's observation, which the candidate's is compared with
 )
+CRASH = "crash.json"  # in the base arm's folder: how it died, when a rank of it did
 REFERENCE = "reference.json"  # of a reference's folder: which observation in it is the fresh start, and of what attempt
 AGAIN = (
     "again"  # observation of an arm's second run, which only measures speed, and the end of its folder's name
@@ -115,7 +116,7 @@ def open_attempt(cell: Mapping[str, Any], folder: Path, references: Mapping[str,
     """references: gang folders, `fresh.new` for the candidate; `base/fresh.new` for the same of the base arm."""
     base = folder / "base" if cell["code"].get("base") else None
     arms = [Arm("candidate", folder / "candidate", _of_arm(references, "candidate"), base)]
-    if base is not None:
+    if base is not None and not (base / CRASH).exists():
         arms.append(Arm("base", base, _of_arm(references, "base")))
     return Attempt(cell, folder, arms, timeline(cell["load_path"]["steps"]))
 

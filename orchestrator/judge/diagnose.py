@@ -148,8 +148,6 @@ def _part_code(
         return _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
         return "numeric_cast", ""
-    if before is not None and part["fp"] == before["fp"]:
-        return "stale", ""
     if part.get("const") == POISON:
         return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
     if part.get("const") is not None and part["const"] in padding:
@@ -157,6 +155,8 @@ def _part_code(
             "uninitialised",
             f"all bytes are {part['const']}, as they were created: nothing was loaded here",
         )
+    if before is not None and part["fp"] == before["fp"]:
+        return "stale", ""
     if part.get("patch") is not None and part["patch"] in padding:
         return "overwritten_by_padding", f"all its wrong bytes are {part['patch']}, the value of the padding"
     places = view.places(part, view.observed.rank)

@@ -5,8 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from orchestrator.judge.arm import ArmJudge
-from orchestrator.judge.attempt import open_attempt
+from orchestrator.judge.attempt import CRASH, Attempt, open_attempt
 from orchestrator.judge.findings import Ledger
 
 Json = dict[str, Any]
@@ -24,7 +26,7 @@ def judge_attempt(cell: Mapping[str, Any], attempt_dir: Path, references: Mappin
     attempt = open_attempt(cell, attempt_dir, references)
     ledger = Ledger(list(attempt.moments))
     arms = [ArmJudge(attempt, arm, ledger) for arm in attempt.arms]
-    checks = [check for arm in arms for check in arm.checks()]
+    checks = [check for arm in arms for check in arm.checks()] + _base_crash(attempt)
     walls = [arm.wall for arm in arms if arm.wall]
     parallelism = cell["parallelism"]
     return {
@@ -46,6 +48,27 @@ def judge_attempt(cell: Mapping[str, Any], attempt_dir: Path, references: Mappin
             "differing": [entry for arm in arms for entry in arm.differing()],
         },
     }
+
+
+def _base_crash(attempt: Attempt) -> list[Json]:
+    """How the base arm died, as a check of it that no verdict depends on; empty when it did not."""
+    path = attempt.folder / "base" / CRASH
+    if not path.exists():
+        return []
+    failure = orjson.loads(path.read_bytes())
+    return [
+        {
+            "name": "base/crash",
+            "arm": "base",
+            "rule": "gate",
+            "verdict": "ERROR",
+            "required": False,
+            "expected": "the scenario runs to its end",
+            "observed": failure["message"],
+            "caveat": "",
+            "counts": {"rank": failure["rank"]},
+        }
+    ]
 
 
 def cell_verdict(checks: Sequence[Mapping[str, Any]]) -> str:

@@ -12,12 +12,16 @@ from rich.text import Text
 from orchestrator.report.rows import (
     Json,
     Row,
+    arm_summary,
+    base_verdict,
     caveats,
+    change,
     common_labels,
     consequences_text,
     counts_text,
     failed_checks,
     findings,
+    has_base,
     label_keys,
     left_out,
     reproduction,
@@ -51,6 +55,8 @@ def print_table(verdict: Json, file: TextIO, width: int | None = None) -> None:
     if common:
         console.print(Text("all cells: " + ", ".join(f"{k} {v}" for k, v in common.items()), style="dim"))
     console.print(_table(found, label_keys(verdict)))
+    if has_base(verdict):
+        console.print(_before_and_after(found))
     if len(found) > 1 and (total := starts_text(verdict)):
         console.print(Text(f"{total}.", style="dim"))
     for row in found:
@@ -75,6 +81,18 @@ def _table(found: list[Row], labels: str) -> Table:
     for row in found:
         cells = (row.name, row.checks, row.coverage, row.gsm8k, row.starts, row.seconds)
         table.add_row(*(Text(cell) for cell in cells), Text(*_verdict(row.verdict)))
+    return table
+
+
+def _before_and_after(found: list[Row]) -> Table:
+    """What each arm did, for the cells that have two."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in ("cell", "before (base)", "after (candidate)"):
+        table.add_column(name, overflow="fold", ratio=1)
+    for row in found:
+        if base_verdict(row.cell) != "NOT_RUN":
+            arms = (arm_summary(row.cell, arm) for arm in ("base", "candidate"))
+            table.add_row(Text(f"{row.name}: {change(row.cell)}"), *map(Text, arms))
     return table
 
 

@@ -117,7 +117,10 @@ BROKEN = [
         [config(rope_theta=float("inf")), *INSTALLED],
         r"model\.transformers\.rope_theta is inf, which JSON cannot say",
     ),
-    ([config()], r"engine is native and model\.architecture is transformers: the native engine runs .*kimi_k3"),
+    (
+        [config()],
+        r"engine is native and model\.architecture is transformers: the native engine runs .*kimi_k3",
+    ),
     (
         ["model.architecture=kimi_k3", *INSTALLED],
         r"^backend\.engine is vllm and model\.architecture is kimi_k3: .* model\.architecture=transformers",

@@ -134,7 +134,7 @@ BROKEN = [
         r"code\.candidate\.path is /nonexistent, which holds no workloads",
     ),
     (["code.candidate.faults=[nonsense]"], r"code\.candidate\.faults names 'nonsense', which is not a fault"),
-    (["code.base.faults=[x]"], r"there is no base: set code\.base\.path"),
+    (["code.base.faults=[x]"], r"code\.base\.faults names 'x', which is not a fault"),
     # scenario
     (["load_path.steps=[]", "load_path.checks=[]"], r"must begin with `do: start`"),
     (

@@ -1,18 +1,23 @@
 """The first two expert-parallel ranks load each other's experts."""
 
 import re
+from typing import TYPE_CHECKING
 
-from workloads.loading.lifecycle import Lifecycle
-from workloads.loading.loader import Loader
-from workloads.loading.weights import ModelRoot
+from workloads.faults import LoaderFault
+from workloads.faults._about import About
 
+if TYPE_CHECKING:
+    from workloads.loading.lifecycle import Lifecycle
+    from workloads.loading.weights import ModelRoot
+
+ABOUT = About("G", ("vllm#51130",), "found_elsewhere", needs=("numbered_experts", "ep"))
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+")
 
 
-class Fault(Loader):
+class Fault(LoaderFault):
     """Raises ValueError in a rank that holds every expert: without expert parallelism there is nobody to swap with."""
 
-    def __init__(self, name: str, root: ModelRoot, lifecycle: Lifecycle) -> None:
+    def __init__(self, name: str, root: "ModelRoot", lifecycle: "Lifecycle") -> None:
         super().__init__(name, root, lifecycle)
         local = sorted({int(found.group()) for source in self.map if (found := _EXPERT.search(source))})
         ep_rank = local[0] // len(local)

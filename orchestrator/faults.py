@@ -1,0 +1,194 @@
+"""The verb `faults`: which known failures there are, where each was last caught, and the matrix that proves it."""
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from orchestrator import faults_matrix as matrix
+from orchestrator.compose import ConfigError
+from orchestrator.faults_matrix import CLEAN, GOOD, MatrixCell, Outcome
+from orchestrator.faults_run import play
+from orchestrator.store import Store, read_json, write_json
+from workloads import faults
+from workloads.faults._about import KINDS
+
+Json = dict[str, Any]
+
+RECORD = "faults.json"  # of a matrix that was run
+NAME = "fault_matrix"
+_MARKS = {"missed": "MISSED", "misnamed": "OTHER", "false_alarm": "ALARM", "error": "ERROR"}
+HELP = """\
+python -m orchestrator faults [NAME...] [--run] [--sample] [OVERRIDES...]
+
+Every check is proved by failures that are injected on purpose. Without options: the known ones, what goes wrong,
+the public report, the diagnosis that must come first, and where each was last caught in the run store.
+
+  NAME         only these faults (see the list); all when none is named
+  --run        play the matrix faults x models x load paths and show what caught each: every cell in which a fault
+               can do something must end with its diagnosis, and clean cells without a finding
+  --sample     with --run: one cell of every fault and one clean cell of every model, always the same ones
+  model=A,B    only these models; load_path=A,B only these load paths; others are overrides of every cell
+  store=PATH   where results are kept and looked for; finished cells are reused unless rerun=true
+
+  python -m orchestrator faults stale_padding --run model=kimi_k3_tiny
+  python -m orchestrator +exp=fault_matrix load_path=direct code.candidate.faults=[stale_padding]   one cell, in full
+
+Exit codes: 0 every fault caught and named, no false alarm; 1 otherwise; 2 wrong usage; 3 a cell could not be played"""
+
+
+def show(store: Store, names: Sequence[str], out: Console) -> int:
+    """The list. Returns the exit code."""
+    caught = _last_caught(store, names)
+    for kind, title in KINDS.items():
+        own = [name for name in names if faults.about(name).kind == kind]
+        if not own:
+            continue
+        out.print(f"\n[bold]{kind}[/] {title}")
+        for name in own:
+            about = faults.about(name)
+            out.print(f"  [bold]{name}[/]  {escape(faults.sentence(name))}")
+            needs = f"; needs {', '.join(about.needs)}" if about.needs else ""
+            out.print(f"    via {', '.join(about.via)}{needs}; stands for {escape(', '.join(about.reports))}")
+            out.print(
+                f"    must be found as {about.finding}; last caught: {escape(caught.get(name, 'never here'))}"
+            )
+    return 0
+
+
+def _last_caught(store: Store, names: Sequence[str]) -> dict[str, str]:
+    """Where each fault was caught under its expected name, by the newest run that did so."""
+    found: dict[str, str] = {}
+    if store.experiments.is_dir():
+        for folder in sorted(
+            store.experiments.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True
+        ):
+            for name, where in _caught(folder):
+                if name in names:
+                    found.setdefault(name, where)
+            if len(found) == len(names):
+                break
+    return found
+
+
+def _caught(folder: Path) -> Iterator[tuple[str, str]]:
+    for one in (read_json(folder / RECORD) or {}).get("cells", ()):
+        if one["state"] == "caught":
+            yield one["fault"], f"{one['model']}, {one['load_path']}, in {folder.name}"
+    for cell in (read_json(folder / "verdict.json") or {}).get("cells", ()):
+        fault, labels = cell["labels"].get("faults", ""), cell["labels"]
+        codes = [finding["code"] for finding in cell["findings"] if finding["arm"] == "candidate"]
+        if fault in faults.names() and codes[:1] == [faults.about(fault).finding]:
+            yield fault, f"{labels.get('model')}, {labels.get('load_path')}, in {folder.name}"
+
+
+def run(
+    store: Store, cells: Sequence[MatrixCell], overrides: Sequence[str], rerun: bool, out: Console
+) -> int:
+    """Plays the cells that have no result yet, shows and stores the table. Returns the exit code."""
+    planned = matrix.planned(cells, overrides)
+    outcomes: dict[str, Outcome] = {}
+    folder = store.new_experiment(NAME)
+    for name, (_, cell) in planned.items():
+        result = None if rerun else store.finished(name)
+        if result is not None:
+            outcomes[name] = matrix.outcome(cell, result)
+    missing = [one for name, (one, _) in planned.items() if name not in outcomes]
+    out.print(f"{folder.name}: cells {len(planned)}, to play {len(missing)}")
+    began = time.monotonic()
+
+    def take(one: Any, result: Json) -> None:
+        cell = planned[one.id][1]
+        got = outcomes[one.id] = matrix.outcome(cell, result)
+        where = f"{len(outcomes)} of {len(planned)}: {got.fault} on {got.model}, {got.load_path}"
+        out.print(
+            f"{where}: {got.state}" if got.state in GOOD else f"{where}: {_sentence(got)}", soft_wrap=True
+        )
+
+    if missing:
+        play(store, missing, folder, take)
+    ordered = [outcomes[name] for name in planned]
+    counts = _counts(ordered)
+    record = {
+        "experiment": folder.name,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "seconds": time.monotonic() - began,
+        "counts": counts,
+        "cells": [one.record() for one in ordered],
+    }
+    write_json(folder / RECORD, record)
+    show_matrix(ordered, out)
+    out.print(
+        f"{', '.join(f'{count} {state}' for state, count in counts.items())}; {folder / RECORD}",
+        soft_wrap=True,
+    )
+    return 3 if "error" in counts else 1 if set(counts) - set(GOOD) else 0
+
+
+def _counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
+    states = [one.state for one in outcomes]
+    return {state: states.count(state) for state in dict.fromkeys(sorted(states))}
+
+
+def show_matrix(outcomes: Sequence[Outcome], out: Console) -> None:
+    """A row for each fault, a column for each model: on how many load paths it was caught, of how many; and each cell
+    that did not come out as it must, with what was found instead."""
+    models = list(dict.fromkeys(one.model for one in outcomes))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("fault", no_wrap=True)
+    table.add_column("diagnosis", overflow="fold")
+    for model in models:
+        table.add_column(model.removesuffix("_tiny"), overflow="fold")
+    for fault in dict.fromkeys(one.fault for one in outcomes):
+        own = [one for one in outcomes if one.fault == fault]
+        name = "(clean)" if fault == CLEAN else fault
+        table.add_row(
+            name, own[0].expected or "no finding", *(_mark([o for o in own if o.model == m]) for m in models)
+        )
+    out.print(table)
+    for one in outcomes:
+        if one.state not in GOOD:
+            out.print(_sentence(one), soft_wrap=True)
+
+
+def _mark(outcomes: Sequence[Outcome]) -> str:
+    """`4/4`, and what went wrong elsewhere; `-` where the fault can do nothing."""
+    if not outcomes:
+        return "-"
+    good = sum(one.state in GOOD for one in outcomes)
+    wrong = dict.fromkeys(_MARKS[one.state] for one in outcomes if one.state not in GOOD)
+    return " ".join([f"{good}/{len(outcomes)}", *wrong])
+
+
+def _sentence(one: Outcome) -> str:
+    what = "the clean cell" if one.fault == CLEAN else one.fault
+    found = ", ".join(dict.fromkeys(one.found)) or "nothing"
+    return escape(
+        f"{_MARKS[one.state]}: {what} on {one.model}, {one.load_path}: expected {one.expected or 'no finding'}, found "
+        f"{found}. {one.detail}"
+    )
+
+
+def main(names: Sequence[str], values: Mapping[str, str], flags: Collection[str], out: Console) -> int:
+    """names: of faults, every one where none is named. values: overrides by key; flags: --run, --sample."""
+    unknown = sorted(set(names) - set(faults.names()))
+    if unknown:
+        known = ", ".join(faults.names())
+        raise ConfigError([f"{unknown[0]!r} is not a fault; the faults are: {known}."])
+    wanted, overrides = list(names) or faults.names(), dict(values)
+    store, rerun = overrides.pop("store", "runs"), overrides.pop("rerun", "false")
+    if "--run" not in flags:
+        return show(Store(store.strip("'\"")), wanted, out)
+    models, paths = (
+        overrides.pop(key).split(",") if key in overrides else [] for key in ("model", "load_path")
+    )
+    lines = [f"{key}={value}" for key, value in overrides.items()]
+    cells = matrix.cells(matrix.places(models, paths, lines), wanted)
+    if "--sample" in flags:
+        cells = matrix.sample(cells)
+    return run(Store.open(store.strip("'\"")), cells, lines, rerun == "true", out)

@@ -1,0 +1,164 @@
+"""What faults say of themselves, the verb that lists them, and what counts as caught."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from orchestrator import faults_matrix as matrix
+from orchestrator.cli import main
+from orchestrator.compose import compose
+from orchestrator.faults import show_matrix
+from orchestrator.faults_matrix import CLEAN, MatrixCell, Place
+from orchestrator.judge.findings import ORDER
+from orchestrator.schema import RULES  # noqa: F401  # registers the schema
+from orchestrator.show import console
+from workloads import faults
+from workloads.faults._about import CRASH, FEATURES, KINDS, features
+from workloads.models.architectures import ARCHITECTURES
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.mark.parametrize("name", faults.names())
+def test_every_fault_says_what_it_is(name: str) -> None:
+    about = faults.about(name)
+    assert about.kind in KINDS
+    assert about.finding in (*ORDER, CRASH)
+    assert about.reports
+    assert about.via
+    assert faults.sentence(name).endswith(".")
+    known = set.union(*map(set, FEATURES.values())) | {
+        "tp",
+        "ep",
+        "kernel_layout",
+        "kernel_state",
+        "rearranged",
+    }
+    assert set(about.needs) <= known
+
+
+def test_every_kind_of_failure_has_a_fault() -> None:
+    assert {faults.about(name).kind for name in faults.names()} == set(KINDS)
+
+
+def test_every_family_has_a_small_model_in_the_matrix() -> None:
+    composed = [one for model in FEATURES for one in compose([f"model={model}"])]
+    assert {one.root.model.architecture for one in composed if one.root is not None} == ARCHITECTURES.keys()
+
+
+def test_a_fault_applies_where_its_load_and_its_features_are() -> None:
+    about = faults.about("stale_padding")
+    assert about.why_not({"safetensors", "layerwise"}, {"padding"}) == ""
+    assert about.why_not({"direct", "layerwise"}, {"padding"}) == ""
+    assert about.why_not({"direct"}, {"padding"}) == "there is no rearranged"
+    assert about.why_not({"safetensors"}, {"padding"}) == "no load goes via layerwise or direct or per_expert"
+    assert about.why_not({"direct"}, {"experts"}) == "there is no padding"
+
+
+def test_features_follow_the_layout() -> None:
+    alone = features("kimi_k3_tiny", tp=1, ep=1, moe_kernel="reference")
+    assert not {"tp", "ep", "kernel_layout"} & alone
+    assert {"tp", "ep", "kernel_layout"} <= features("kimi_k3_tiny", tp=2, ep=2, moe_kernel="mega_moe")
+
+
+PLACE = Place(
+    "kimi_k3_tiny",
+    "layerwise",
+    ("parallelism=single",),
+    frozenset({"safetensors", "layerwise"}),
+    frozenset({"padding"}),
+)
+
+
+def test_a_matrix_has_clean_cells_and_those_in_which_a_fault_can_do_something() -> None:
+    elsewhere = Place(
+        "kimi_k3_tiny", "cold", ("parallelism=single",), frozenset({"safetensors"}), frozenset({"padding"})
+    )
+    every = matrix.cells([PLACE, elsewhere], ["stale_padding", "lazy_finalize", "rebind_derived"])
+    assert [(cell.fault, cell.place.load_path) for cell in every] == [
+        (CLEAN, "layerwise"),
+        (CLEAN, "cold"),
+        ("stale_padding", "layerwise"),
+        ("lazy_finalize", "layerwise"),
+        ("lazy_finalize", "cold"),
+    ]
+    sampled = matrix.sample(every)
+    assert [cell.fault for cell in sampled] == [CLEAN, "stale_padding", "lazy_finalize"]
+    assert matrix.sample(every) == sampled
+
+
+def result(verdict: str, *codes: str, error: str = "") -> dict[str, Any]:
+    return {
+        "cell": "c0ffee",
+        "attempt": "attempt-001",
+        "verdict": verdict,
+        "findings": [{"code": code, "arm": "candidate", "detail": f"{code}."} for code in codes],
+        "error": {"type": error, "message": "it died"} if error else None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected", "shown", "state"),
+    [
+        ("stale_padding", "stale_padding", result("FAIL", "stale_padding", "stale"), "caught"),
+        ("stale_padding", "stale_padding", result("FAIL", "stale", "stale_padding"), "misnamed"),
+        ("stale_padding", "stale_padding", result("PASS"), "missed"),
+        ("stale_padding", "stale_padding", result("ERROR", error="hang"), "error"),
+        ("stale_padding", "stale_padding", result("ERROR", error="rank_failed"), "misnamed"),
+        ("layout_not_restored", CRASH, result("ERROR", error="rank_failed"), "caught"),
+        ("layout_not_restored", CRASH, result("PASS"), "missed"),
+        (CLEAN, "", result("PASS"), "clean"),
+        (CLEAN, "", result("FAIL", "moved"), "false_alarm"),
+        (CLEAN, "", result("PASS", "moved"), "false_alarm"),
+        (CLEAN, "", result("INCONCLUSIVE"), "false_alarm"),
+        (CLEAN, "", result("ERROR", error="disk_full"), "error"),
+    ],
+)
+def test_what_a_result_shows_of_a_fault(
+    fault: str, expected: str, shown: dict[str, Any], state: str, capsys: Capture
+) -> None:
+    outcome = matrix.outcome(MatrixCell(fault, PLACE, expected), shown)
+    assert outcome.state == state
+    show_matrix([outcome], console())
+    out = capsys.readouterr().out
+    assert ("1/1" in out) == (state in matrix.GOOD)
+    assert ("0/1 " in out) == (state not in matrix.GOOD)
+
+
+def run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
+
+
+def test_the_list_says_where_each_was_last_caught(tmp_path: Path, capsys: Capture) -> None:
+    one = {"fault": "stale_padding", "model": "m", "load_path": "direct", "state": "caught"}
+    other = {**one, "fault": "rebind_derived", "state": "missed"}
+    (tmp_path / "experiments" / "fault_matrix-1").mkdir(parents=True)
+    (tmp_path / "experiments" / "fault_matrix-1" / "faults.json").write_text(
+        json.dumps({"cells": [one, other]})
+    )
+    finding = {"code": "stale", "arm": "candidate"}
+    cell = {"labels": {"faults": "bare_copy", "model": "k3", "load_path": "layerwise"}, "findings": [finding]}
+    (tmp_path / "experiments" / "mine-2").mkdir()
+    (tmp_path / "experiments" / "mine-2" / "verdict.json").write_text(json.dumps({"cells": [cell]}))
+    assert run("faults", f"store='{tmp_path}'") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "last caught: m, direct, in fault_matrix-1" in out
+    assert "last caught: k3, layerwise, in mine-2" in out
+    assert out.count("never here") == len(faults.names()) - 2
+    assert run("faults", "bare_copy", f"store='{tmp_path}'") == 0
+    assert "stale_padding" not in capsys.readouterr().out
+
+
+def test_the_verb_teaches_and_refuses(capsys: Capture) -> None:
+    assert run("faults", "--help") == 0
+    assert "--sample" in capsys.readouterr().out
+    assert run("faults", "gremlins") == 2
+    assert "'gremlins' is not a fault; the faults are: bare_copy, " in capsys.readouterr().err
+    assert run("faults", "--fast") == 2
+    assert "--fast is not an option of faults" in capsys.readouterr().err
+    assert run("faults", "--run", "model=nonsense") == 2
+    assert "nonsense" in capsys.readouterr().err

@@ -1,0 +1,88 @@
+"""What a fault says of itself, and where it can be: plain data that the control side reads without torch."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+#: Kinds of failure, by the letters under which the project's notes on public reports collect them.
+KINDS = {
+    "A": "storage moved under a captured graph",
+    "B": "derived state is stale",
+    "C": "padding or uninitialised memory",
+    "D": "loader lifecycle",
+    "E": "processed twice",
+    "F": "buffers and aliases",
+    "G": "routing over ranks",
+    "H": "names, ties, partial sets",
+    "I": "numeric cast",
+    "J": "the load path skips a hook",
+    "K": "draft model",
+    "L": "cache validity",
+    "M": "transport",
+    "N": "configuration drifts before a rebuild",
+}
+STARTS = ("safetensors", "dummy", "sharded_state", "tensorizer_raw")
+RELOADS = ("layerwise", "direct", "per_expert")
+CRASH = "crash"  # instead of a finding: the attempt ends with the error of a rank
+
+#: Small models by name, and what each has that can go wrong; `tests/native/test_fault_features.py` holds them to it.
+FEATURES: dict[str, frozenset[str]] = {
+    model: frozenset(words.split())
+    for model, words in {
+        "kimi_k3_tiny": "attributes buffers padding unit_padding experts numbered_experts consumed_experts e8m0 "
+        "vectors fused draft",
+        "deepseek_v4_tiny": "attributes unit_padding experts numbered_experts consumed_experts e8m0 in_place fused "
+        "draft",
+        "gpt_oss_tiny": "padding unit_padding experts kernel_object in_place e8m0 vectors fused",
+        "qwen3_tiny": "attributes in_place fused",
+        "qwen3_moe_tiny": "attributes padding experts numbered_experts in_place fused",
+        "qwen3_moe_fp8_tiny": "attributes experts numbered_experts in_place fused",
+        "qwen3_moe_nvfp4_tiny": "attributes experts numbered_experts in_place fused",
+        "openpangu_tiny": "attributes vectors fused draft",
+        "openpangu_vl_tiny": "attributes vectors fused draft",
+        "minicpm_tiny": "fused",
+        "minicpm_v_tiny": "fused",
+        "medusa_tiny": "draft fused",
+    }.items()
+}
+
+
+@dataclass(frozen=True)
+class About:
+    """`ABOUT` of a fault module; the first line of its docstring says in one sentence what goes wrong.
+
+    kind: key of KINDS. reports: public reports that it stands for, `repository#number`, or words where no number is
+    known. finding: diagnosis that must come first, or CRASH. via: kinds of loads in which it does something.
+    needs: features of the model (FEATURES), and of the layout: `tp`, `ep` (more than one rank), `kernel_layout` (a
+    kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded bytes do not stay as
+    they came). where: what it needs besides for one kind of load.
+    """
+
+    kind: str
+    reports: tuple[str, ...]
+    finding: str
+    via: tuple[str, ...] = STARTS + RELOADS
+    needs: tuple[str, ...] = ()
+    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def why_not(self, via: Collection[str], features: Collection[str]) -> str:
+        """Why the fault changes nothing where loads go `via` these ways and these features are there; else ""."""
+        ways = [way for way in self.via if way in via]
+        if not ways:
+            return f"no load goes via {' or '.join(self.via)}"
+        missing = [need for need in self.needs if need not in features]
+        per_way = [[need for need in self.where.get(way, ()) if need not in features] for way in ways]
+        missing += min(per_way)
+        return f"there is no {missing[0]}" if missing else ""
+
+
+def features(model: str, tp: int, ep: int, moe_kernel: str) -> frozenset[str]:
+    """What one of these models has on a layout."""
+    found = set(FEATURES[model])
+    found |= {name for name, ranks in (("tp", tp), ("ep", ep)) if ranks > 1}
+    if "consumed_experts" in found and moe_kernel == "mega_moe":
+        found.add("kernel_layout")
+    if found & {"kernel_layout", "kernel_object"}:
+        found.add("kernel_state")
+    if found & {"kernel_layout", "in_place"}:
+        found.add("rearranged")
+    return frozenset(found)
