@@ -69,7 +69,7 @@ def test_every_head_is_the_formula(folder: Path, kind: str) -> None:
 
 
 @every_kind
-@pytest.mark.parametrize("start", ["safetensors", "dummy"])
+@pytest.mark.parametrize("start", ["safetensors", "streamed", "dummy"])
 def test_the_map_is_the_checkpoint_s_and_stays_valid(folder: Path, kind: str, start: str) -> None:
     config, where = KINDS[kind], checkpoint(folder, kind)
     engine = start_engine(where, config, OLD, start)

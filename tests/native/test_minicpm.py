@@ -142,7 +142,7 @@ def test_the_hook_brings_the_positions_to_the_weights() -> None:
     assert "pos_embed" not in root.state_dict()
 
 
-@pytest.mark.parametrize("start", ["safetensors", "dummy"])
+@pytest.mark.parametrize("start", ["safetensors", "streamed", "dummy"])
 def test_every_path_leaves_the_positions_as_they_are(folder: Path, start: str) -> None:
     engine = start_engine(checkpoint(folder, "minicpm_o"), C, OLD, start)
     resampler = engine.roots()["target"].get_submodule("resampler")

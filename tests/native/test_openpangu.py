@@ -144,7 +144,7 @@ def wrong_sinks(engine: NativeEngine) -> int:
 
 
 @pytest.mark.parametrize("variant", ["openpangu", "openpangu_vl"])
-@pytest.mark.parametrize("start", ["safetensors", "dummy"])
+@pytest.mark.parametrize("start", ["safetensors", "streamed", "dummy"])
 @pytest.mark.parametrize("update", ["layerwise", "direct"])
 def test_every_path_leaves_the_sink_keys_of_every_root_fresh(
     folder: Path, variant: str, start: str, update: str
@@ -177,7 +177,7 @@ def test_either_source_alone_refreshes_them(folder: Path, source: str, update: s
 def test_without_the_hook_every_layer_of_every_root_is_wrong(
     folder: Path, variant: str, update: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an update the old keys, or new keys with the old norm; after a dummy start what was there before."""
+    """After an update the old keys; after a dummy start what was there before."""
     where, config = checkpoint(folder, variant), VARIANTS[variant]
     engine = start_engine(where, config, OLD)
     for root in engine.roots().values():

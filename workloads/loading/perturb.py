@@ -34,7 +34,7 @@ TAG_DIGITS = 4  # octal digits of an expert id in its scales
 TAG_BYTES = 2  # leading bytes of each row of packed weights that hold the expert id, low byte first
 WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 SCALES = (".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".input_scale")  # as numbers
-INDICES = (".tid2eid",)  # tables whose values are the numbers of experts
+INDICES = (".tid2eid", ".token_map")  # tables whose values are the numbers of experts or tokens
 BLOCK = 1 << 20  # bytes changed at a time
 _EXPERT = re.compile(r"\.experts\.(?:(\d+)\.)?")  # without a number where a tensor stacks all experts
 _MANTISSA = {
@@ -48,8 +48,8 @@ class PerturbedCheckpoint:
     """View of `base` with the change `kind`.
 
     every_tensor: each element of each tensor changes: the low mantissa bits of floats (at most 6 %), the low one or
-    two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa; of a table of experts the lowest
-    bit, which leaves the numbers of an even number of experts in range and different ones different.
+    two bits of FP4 codes, E8M0 scales by one step up or down, FP8 within its mantissa; of a table of numbers of
+    experts or tokens the lowest bit: of an even number of them they stay in range, and different ones different.
     one_tensor: the same for tensor `target` only. scales_only: the same for scales of quantised weights only.
     some_tensors: the same for tensors whose name matches the pattern `target` (fnmatch) only.
     expert_tagged: scales and leading bytes of each routed expert spell its id, so that wrong routing shows;
@@ -216,7 +216,7 @@ def _changed(name: str, dtype: str, before: torch.Tensor, noise: Sequence[torch.
     else:
         raise CheckpointError(
             f"Tensor {name!r} has dtype {dtype}, for which no perturbation is defined. Use one_tensor or scales_only "
-            "on a tensor of packed FP4, E8M0, FP8, BF16, F16 or F32, or a table of experts."
+            "on a tensor of packed FP4, E8M0, FP8, BF16, F16 or F32, or a table of experts or tokens."
         )
     after = before.view(integers) ^ (fixed << shift)
     for vector in noise:

@@ -1,6 +1,7 @@
 """Attention with parameter sinks: learned keys and values that every query sees before its request's own."""
 
 import torch
+from torch import nn
 
 from workloads.kernels.gqa import gqa_attention
 from workloads.loading.weights import Placement, Weight, WeightModule, poison_, whole
@@ -14,8 +15,9 @@ class SinkAttention(GroupedQueryAttention, WeightModule):
     """Keys are normed per head, then rotated; sink keys are normed and, having no position, not rotated.
 
     `param_sink_key` and `param_sink_value` BF16 [sinks, kv heads of this rank, head_dim]. Derived: `sink_key`, the
-    same shape, `k_layernorm` of `param_sink_key`. It follows from two modules' weights, which no order of loading
-    brings together, so the model's hook builds it. As a kernel's own buffer it exists from the start, poisoned.
+    same shape, `k_layernorm` of `param_sink_key`. It follows from two modules' weights, of which one may not even have
+    memory when the other is complete, so nothing but the hook of its root can build it, when all weights are in place.
+    As a kernel's own buffer it exists from the start, poisoned.
     """
 
     param_sink_key: torch.Tensor
@@ -32,7 +34,7 @@ class SinkAttention(GroupedQueryAttention, WeightModule):
             self.add_weight(name, Weight(shape, torch.bfloat16, (placement,)))
         self.set_derived("sink_key", poison_(torch.empty(shape, dtype=torch.bfloat16)))
 
-    def finalize(self) -> None:
+    def refresh_sink_key(self) -> None:
         self.set_derived("sink_key", self.k_layernorm(self.param_sink_key))
 
     def normed(self, k: torch.Tensor) -> torch.Tensor:
@@ -45,3 +47,10 @@ class SinkAttention(GroupedQueryAttention, WeightModule):
         keys = torch.cat([self.sink_key, keys[:end]])
         values = torch.cat([self.param_sink_value, values[:end]])
         return gqa_attention(q, keys, values, start + self.sink_key.shape[0])
+
+
+def refresh_sinks(root: nn.Module) -> None:
+    """What the hook of every root with sinks ends with."""
+    for module in root.modules():
+        if isinstance(module, SinkAttention):
+            module.refresh_sink_key()

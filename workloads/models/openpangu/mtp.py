@@ -8,7 +8,7 @@ from workloads.models.batch import Batch
 from workloads.models.dense.attention import KvCache, RotaryEmbedding
 from workloads.models.dense.model import DecoderLayer
 from workloads.models.layers import ParallelLMHead, ReplicatedLinear, RMSNorm, Rows, VocabParallelEmbedding
-from workloads.models.openpangu.attention import SinkAttention
+from workloads.models.openpangu.attention import SinkAttention, refresh_sinks
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.served import Drafter, Setting
 
@@ -33,6 +33,10 @@ class OpenPanguMTP(Drafter):
         self.mtp_block = DecoderLayer(config, group, prefix, SinkAttention)
         self.norm = RMSNorm(hidden, eps, f"{prefix}shared_head.norm.weight")
         self.head = ParallelLMHead(group, vocab, hidden, f"{prefix}shared_head.head.weight")
+
+    def process_weights_after_loading(self) -> None:
+        super().process_weights_after_loading()
+        refresh_sinks(self)
 
     def make_caches(self, slots: int, positions: int) -> list[KvCache]:
         return [self.mtp_block.self_attn.make_cache(slots, positions)]

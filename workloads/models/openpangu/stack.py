@@ -8,9 +8,8 @@ from collections.abc import Mapping
 
 from workloads.loading.weights import Rule
 from workloads.models.dense import audit
-from workloads.models.dense.model import DenseForCausalLM
-from workloads.models.openpangu.attention import SinkAttention
 from workloads.models.openpangu.config import OpenPanguConfig
+from workloads.models.openpangu.model import OpenPanguForCausalLM
 from workloads.models.openpangu.mtp import OpenPanguMTP
 from workloads.models.openpangu.vision import OpenPanguVL
 from workloads.models.served import Drafter, Setting, Target
@@ -23,7 +22,7 @@ RULES = (
 
 def make_roots(setting: Setting[OpenPanguConfig]) -> Mapping[str, Target | Drafter]:
     config = setting.config
-    target = OpenPanguVL(setting) if config.vision else DenseForCausalLM(setting, attention=SinkAttention)
+    target: Target = OpenPanguVL(setting) if config.vision else OpenPanguForCausalLM(setting)
     roots: dict[str, Target | Drafter] = {"target": target}
     if config.num_mtp_layers:
         roots["draft"] = OpenPanguMTP(setting)

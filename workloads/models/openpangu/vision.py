@@ -6,10 +6,9 @@ import torch
 
 from workloads.models.batch import Batch
 from workloads.models.dense.attention import KvCache
-from workloads.models.dense.model import DenseForCausalLM
 from workloads.models.media import slots
-from workloads.models.openpangu.attention import SinkAttention
 from workloads.models.openpangu.config import OpenPanguConfig
+from workloads.models.openpangu.model import OpenPanguForCausalLM
 from workloads.models.openpangu.tensors import PROJECTOR
 from workloads.models.served import Setting, Target
 from workloads.models.tower import MediaProjector, fill_slots
@@ -21,7 +20,7 @@ class OpenPanguVL(Target):
     def __init__(self, setting: Setting[OpenPanguConfig]) -> None:
         super().__init__()
         config = setting.config
-        self.language_model = DenseForCausalLM(setting, config.prefix, SinkAttention)
+        self.language_model = OpenPanguForCausalLM(setting)
         self.visual = MediaProjector(
             config.vision_hidden_size, config.hidden_size, config.rms_norm_eps, PROJECTOR
         )
