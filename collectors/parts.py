@@ -200,7 +200,7 @@ def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:
 
 def _is_scale(key: _Key, slice_: Tensor) -> bool:
     """Whether a slice is E8M0 exponents, which a careless copy converts as numbers."""
-    named = key[0].endswith(("weight_scale", "_scales"))
+    named = key[0].endswith(("weight_scale", "_scales", ".scale"))
     return slice_.dtype is torch.float8_e8m0fnu or (named and slice_.dtype is torch.uint8)
 
 

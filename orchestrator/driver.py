@@ -36,7 +36,7 @@ RESERVE = 256 << 10  # bytes kept back, so that a full disk still takes the resu
 NEAR_LIMIT_S = 300  # SIGTERM so shortly before the end of the job is the warning about its time limit
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 EVENTS = "events.jsonl"
-CRASHES = ("rank_failed", "rank_killed")  # deaths of a rank that its own code may have caused
+CRASHES = ("rank_failed", "rank_killed", "unusable")  # deaths of a rank that its own code may have caused
 
 log = logging.getLogger(__name__)
 

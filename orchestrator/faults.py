@@ -22,6 +22,8 @@ Json = dict[str, Any]
 
 RECORD = "faults.json"  # of a matrix that was run
 NAME = "fault_matrix"
+MAX_COLUMNS = 4  # of more models one column shows all
+ALL = "all models"
 _MARKS = {"missed": "MISSED", "misnamed": "OTHER", "false_alarm": "ALARM", "error": "ERROR"}
 HELP = """\
 python -m orchestrator faults [NAME...] [--run] [--sample] [OVERRIDES...]
@@ -136,20 +138,20 @@ def _counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
 
 
 def show_matrix(outcomes: Sequence[Outcome], out: Console) -> None:
-    """A row for each fault, a column for each model: on how many load paths it was caught, of how many; and each cell
-    that did not come out as it must, with what was found instead."""
+    """A row for each fault, a column for each model, or one for all: on how many load paths it was caught, of how many.
+    Below, each cell that did not come out as it must, with what was found instead."""
     models = list(dict.fromkeys(one.model for one in outcomes))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("fault", no_wrap=True)
     table.add_column("diagnosis", overflow="fold")
-    for model in models:
+    shown = models if len(models) <= MAX_COLUMNS else [ALL]
+    for model in shown:
         table.add_column(model.removesuffix("_tiny"), overflow="fold")
     for fault in dict.fromkeys(one.fault for one in outcomes):
         own = [one for one in outcomes if one.fault == fault]
         name = "(clean)" if fault == CLEAN else fault
-        table.add_row(
-            name, own[0].expected or "no finding", *(_mark([o for o in own if o.model == m]) for m in models)
-        )
+        marks = (_mark([one for one in own if model in (one.model, ALL)]) for model in shown)
+        table.add_row(name, own[0].expected or "no finding", *marks)
     out.print(table)
     for one in outcomes:
         if one.state not in GOOD:

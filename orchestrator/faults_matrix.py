@@ -19,8 +19,8 @@ Json = dict[str, Any]
 
 CLEAN = "none"  # instead of a fault's name
 EXPERIMENT = "+exp=fault_matrix"
-#: A rank that fails is how a crash shows; other errors (no disk, no memory) say nothing about a fault.
-_CRASHES = ("rank_failed",)
+#: How a crash shows: a rank fails, or will not serve; other errors (no disk, no memory) say nothing about a fault.
+_CRASHES = ("rank_failed", "unusable")
 
 
 #: Where faults are injected, the cheapest first: one rank; two that divide everything; two that deal experts out, with

@@ -156,6 +156,9 @@ def _part_code(
             f"all bytes are {part['const']}, as they were created: nothing was loaded here",
         )
     if before is not None and part["fp"] == before["fp"]:
+        if part.get("const") is not None:
+            note = f"all bytes are {part['const']}, before the update too: nothing was ever loaded here"
+            return "uninitialised", note
         return "stale", ""
     if part.get("patch") is not None and part["patch"] in padding:
         return "overwritten_by_padding", f"all its wrong bytes are {part['patch']}, the value of the padding"

@@ -34,6 +34,7 @@ def features_of(model: Model) -> set[str]:
     roots = model_stack(architecture).make_roots(setting)
     found = {feature for root in roots.values() for feature in of_root(root)}
     found |= {"draft"} & roots.keys()
+    found |= {"tied"} if any(map(_is_tied, roots.values())) else set()
     found |= {"experts"} if model_plan(architecture).experts(config) is not None else set()
     found |= {"consumed_experts"} if consumes(architecture, config) else set()
     names = [spec.name for spec in every_tensor(tensor_table(architecture).sections(config))]
@@ -44,6 +45,10 @@ def features_of(model: Model) -> set[str]:
     }
     found |= {"e8m0"} if dtypes & {("U8", True), ("F8_E8M0", True)} else set()
     return found
+
+
+def _is_tied(root: ModelRoot) -> bool:
+    return len(list(root.named_parameters())) < len(list(root.named_parameters(remove_duplicate=False)))
 
 
 def _changed(live: torch.Tensor | None, old: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ FEATURES: dict[str, frozenset[str]] = {
         "deepseek_v4_tiny": "attributes unit_padding experts numbered_experts consumed_experts e8m0 in_place fused "
         "draft",
         "gpt_oss_tiny": "padding unit_padding experts kernel_object in_place e8m0 vectors fused",
-        "qwen3_tiny": "attributes in_place fused",
+        "qwen3_tiny": "attributes in_place fused tied",
         "qwen3_moe_tiny": "attributes padding experts numbered_experts in_place fused",
         "qwen3_moe_fp8_tiny": "attributes experts numbered_experts in_place fused",
         "qwen3_moe_nvfp4_tiny": "attributes experts numbered_experts in_place fused",
