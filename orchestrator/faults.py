@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from orchestrator import faults_matrix as matrix
@@ -54,12 +55,15 @@ def show(store: Store, names: Sequence[str], out: Console) -> int:
         out.print(f"\n[bold]{kind}[/] {title}")
         for name in own:
             about = faults.about(name)
-            out.print(f"  [bold]{name}[/]  {escape(faults.sentence(name))}")
             needs = f"; needs {', '.join(about.needs)}" if about.needs else ""
-            out.print(f"    via {', '.join(about.via)}{needs}; stands for {escape(', '.join(about.reports))}")
             out.print(
-                f"    must be found as {about.finding}; last caught: {escape(caught.get(name, 'never here'))}"
+                Padding(f"[bold]{name}[/]  {escape(faults.sentence(name))}", (0, 0, 0, 2), expand=False)
             )
+            told = (
+                f"via {', '.join(about.via)}{needs}; stands for {escape(', '.join(about.reports))}\n"
+                f"must be found as {about.finding}; last caught: {escape(caught.get(name, 'never here'))}"
+            )
+            out.print(Padding(told, (0, 0, 0, 4), expand=False))
     return 0
 
 

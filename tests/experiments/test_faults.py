@@ -10,24 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.experiments.conftest import Orchestrate
+from tests.commands import orchestrate
 from workloads import faults
 
 SAMPLED = ("model=kimi_k3_tiny", "load_path=layerwise,direct,dummy_layerwise,cold")
 #: Of other load paths and models.
-ELSEWHERE = {"buffer_lost_in_sleep", "converted_twice", "skip_post_process_on_tensorizer_raw"}
+ELSEWHERE = {"buffer_lost_in_sleep", "converted_twice", "skip_post_process_on_tensorizer_raw", "tie_broken"}
 
 
 @pytest.mark.timeout(1200)
-def test_each_fault_is_caught_and_named_and_clean_cells_have_no_finding(
-    orchestrate: Orchestrate, store: Path
-) -> None:
-    outcome = orchestrate("faults", "--run", "--sample", *SAMPLED, timeout=1100)
+def test_each_fault_is_caught_and_named_and_clean_cells_have_no_finding(store: Path) -> None:
+    outcome = orchestrate(store, "faults", "--run", "--sample", *SAMPLED)
     assert outcome.exit_code == 0, outcome.output
     [record] = [json.loads(path.read_text()) for path in store.glob("experiments/*/faults.json")]
     assert set(record["counts"]) == {"caught", "clean"}
     assert {cell["fault"] for cell in record["cells"]} == {"none", *faults.names()} - ELSEWHERE
-    listed = orchestrate("faults")
+    listed = orchestrate(store, "faults")
     assert listed.output.count("never here") == len(ELSEWHERE), listed.output
 
 
@@ -35,8 +33,8 @@ EXPERIMENT = ("+exp=kimi_k3_refit", "parallelism=tp2", "collect=tensors")  # swe
 LOAD_PATHS = {"layerwise", "direct", "dummy_layerwise"}
 
 
-def test_clean_cells_pass_on_every_load_path(orchestrate: Orchestrate) -> None:
-    outcome = orchestrate(*EXPERIMENT)
+def test_clean_cells_pass_on_every_load_path(store: Path) -> None:
+    outcome = orchestrate(store, *EXPERIMENT)
     assert outcome.exit_code == 0, outcome.output
     assert outcome.verdict is not None
     assert {cell["labels"]["load_path"] for cell in outcome.verdict["cells"]} == LOAD_PATHS
@@ -47,8 +45,8 @@ def test_clean_cells_pass_on_every_load_path(orchestrate: Orchestrate) -> None:
         assert cell["coverage"]["unclassified"] == 0
 
 
-def test_a_fault_fails_every_cell_of_an_experiment_and_is_named(orchestrate: Orchestrate) -> None:
-    outcome = orchestrate(*EXPERIMENT, "code.candidate.faults=[stale_padding]")
+def test_a_fault_fails_every_cell_of_an_experiment_and_is_named(store: Path) -> None:
+    outcome = orchestrate(store, *EXPERIMENT, "code.candidate.faults=[stale_padding]")
     assert outcome.exit_code == 1, outcome.output
     assert outcome.verdict is not None
     assert {cell["labels"]["load_path"] for cell in outcome.verdict["cells"]} == LOAD_PATHS
