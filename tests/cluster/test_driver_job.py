@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Job
 
 from orchestrator.planning import plan
 from orchestrator.store import Store, read_json
+from tests.cluster.conftest import Job
 from workloads.spec import Step
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Job
+
+from tests.cluster.conftest import Job
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "toy_driver.py"
