@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from math import prod, sqrt
@@ -40,41 +40,47 @@ def generate_checkpoint(config: Any, seed: int, folder: Path, shard_bytes: int =
     digest = hashlib.sha256(json.dumps(origin, sort_keys=True).encode()).hexdigest()[:32]
     specs = {spec.name: spec for spec in every_tensor(tensor_table(architecture).sections(config))}
     heads = logit_modules(specs)
+    # The pieces of a matrix are asked for one after the other. Of this call, since an audit lists what outlives it.
+    quantised = lru_cache(maxsize=1)(_quantised)
     return write_checkpoint(
         folder,
         source=f"{architecture} seed {seed} {digest}",
         tensors=((spec.name, TensorMeta(spec.dtype, spec.shape)) for spec in specs.values()),
-        make=lambda name: generate_tensor(specs[name], seed, heads),
+        make=lambda name: generate_tensor(specs[name], seed, heads, quantised),
         shard_bytes=shard_bytes,
         extra_files={"config.json": json.dumps(described, indent=1).encode() + b"\n"},
     )
 
 
-def generate_tensor(spec: TensorSpec, seed: int, heads: Sequence[str] = HEADS) -> torch.Tensor:
-    """Values of one tensor, alone, of `spec.dtype` and `spec.shape`.
-
-    Floats are those of `float_tensor`; pieces of a quantised matrix are made from such a matrix. heads: modules whose
-    matrix gives logits. Rows of a table of indices hold different ones.
-    """
-    if spec.below is not None:
-        return index_tensor(spec.name, spec.shape, spec.below, seed)
-    if spec.quantized is not None:
-        q = spec.quantized
-        return _pieces(q.format, q.stem, seed, q.shape)[q.piece].clone()
-    values = float_tensor(spec.name, spec.shape, TORCH_DTYPES[spec.dtype], seed, heads)
-    if spec.read is not None:
-        values[spec.read :] = 0  # as published: a zero tail that is never read
-    return values
-
-
-@lru_cache(maxsize=1)  # the pieces of a matrix are asked for one after the other
-def _pieces(format: str, stem: str, seed: int, shape: tuple[int, ...]) -> Pieces:
+def _quantised(format: str, stem: str, seed: int, shape: tuple[int, ...]) -> Pieces:
     """A matrix of `shape` in its format."""
     count = prod(shape)
     matrix = np.concatenate(list(normal(stem, seed, count, 0.0, 1 / sqrt(shape[-1]))))
     factor = np.concatenate(list(uniform(f"{stem}/groups", seed, count // GROUP, *GROUP_FACTOR)))
     matrix = (matrix.reshape(-1, GROUP) * factor[:, None]).reshape(shape)
     return FORMATS[format](torch.from_numpy(matrix))
+
+
+def generate_tensor(
+    spec: TensorSpec,
+    seed: int,
+    heads: Sequence[str] = HEADS,
+    quantised: Callable[[str, str, int, tuple[int, ...]], Pieces] = _quantised,
+) -> torch.Tensor:
+    """Values of one tensor, alone, of `spec.dtype` and `spec.shape`.
+
+    Floats are those of `float_tensor`; pieces of a quantised matrix are made from such a matrix. heads: modules whose
+    matrix gives logits. Rows of a table of indices hold different ones. quantised: makes the pieces of a matrix.
+    """
+    if spec.below is not None:
+        return index_tensor(spec.name, spec.shape, spec.below, seed)
+    if spec.quantized is not None:
+        q = spec.quantized
+        return quantised(q.format, q.stem, seed, q.shape)[q.piece].clone()
+    values = float_tensor(spec.name, spec.shape, TORCH_DTYPES[spec.dtype], seed, heads)
+    if spec.read is not None:
+        values[spec.read :] = 0  # as published: a zero tail that is never read
+    return values
 
 
 def main() -> None:
