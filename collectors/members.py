@@ -36,10 +36,24 @@ PLAIN = frozenset(
 )
 #: Packages whose objects are not looked into: machinery that holds no model state, and much of everything else.
 _OPAQUE = (
-    "_frozen_importlib", "ast", "asyncio", "ctypes", "importlib", "inspect", "logging", "numpy", "re", "typing",
-    "torch._C", "torch._dynamo", "torch._inductor", "torch._library", "torch._ops", "torch._subclasses",
-    "torch.fx", "torch.library", "triton",
-)  # fmt: skip
+    *(
+        "_frozen_importlib",
+        "ast",
+        "asyncio",
+        "ctypes",
+        "importlib",
+        "inspect",
+        "logging",
+        "numpy",
+        "re",
+        "typing",
+    ),
+    *(
+        f"torch.{part}"
+        for part in ("_C", "_dynamo", "_inductor", "_library", "_ops", "_subclasses", "fx", "library")
+    ),
+    "triton",
+)
 #: Packages whose globals are not walked when objects of theirs are met.
 _FOREIGN = frozenset(sys.stdlib_module_names) | {
     "torch", "numpy", "triton", "safetensors", "pytest", "_pytest", "pluggy", "collectors",

@@ -13,7 +13,7 @@ from workloads.engines.protocol import Prompt
 from workloads.loading.generate import generate_checkpoint
 from workloads.models.deepseek_v4.mhc import HyperConnection
 from workloads.models.deepseek_v4.moe import Gate, SharedExperts
-from workloads.models.deepseek_v4.vision import DeepseekV4ForConditionalGeneration
+from workloads.models.vision import VisionWrapper
 from workloads.spec import Sampling
 
 LENGTHS = (1, 5, 70)  # 70 fills the window four times over and makes more groups than the indexer may choose
@@ -131,7 +131,7 @@ def test_the_vision_wrapper_delegates_its_hook_and_puts_features_in_place_of_ima
     engine = NativeEngine(spec, 0)
     engine.start(OLD, "safetensors")
     wrapper = engine.roots()["target"]
-    assert isinstance(wrapper, DeepseekV4ForConditionalGeneration)
+    assert isinstance(wrapper, VisionWrapper)
     text = start_engine(checkpoint)
     assert wrapper.language_model.model.layers[0].hc_attn.hc_attn_fn_broadcast is not None
     assert generate(engine, prompts(20), 2) == generate(text, prompts(20), 2)  # no image in it

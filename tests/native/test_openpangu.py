@@ -11,8 +11,8 @@ from k3_engine import NEW, OLD, generate, prompts
 
 from workloads.engines.native import NativeEngine
 from workloads.models.openpangu.attention import SinkAttention
-from workloads.models.openpangu.vision import OpenPanguVL
 from workloads.models.tower import tower_features
+from workloads.models.vision import VisionWrapper
 from workloads.spec import Checkpoint
 
 Tensor = torch.Tensor
@@ -193,7 +193,7 @@ def test_without_the_hook_every_layer_of_every_root_is_wrong(
 def test_the_wrapper_s_hook_is_the_language_model_s(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start_engine(checkpoint(folder, "openpangu_vl"), VL)
     wrapper = engine.roots()["target"]
-    assert isinstance(wrapper, OpenPanguVL)
+    assert isinstance(wrapper, VisionWrapper)
     calls: list[str] = []
     own = wrapper.language_model.process_weights_after_loading
     monkeypatch.setattr(

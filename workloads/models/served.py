@@ -1,5 +1,6 @@
 """What a family's models are built from, and what the engine asks of them when they serve."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -26,37 +27,36 @@ class Setting(Generic[Config]):
     fused: bool
 
 
-class Target(ModelRoot):
-    """The model that answers."""
+class Served(ModelRoot, ABC):
+    """A model that is loaded as a root and runs batches."""
 
+    @abstractmethod
     def make_caches(self, slots: int, positions: int) -> list[Cache]:
         """One cache a layer, for `slots` requests of at most `positions` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group. Collective.
+
+        hidden: what `forward` returned.
+        """
+
+
+class Target(Served):
+    """The model that answers."""
+
+    @abstractmethod
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
         """Final hidden states of this rank's tokens, [n, ...], which `logits` and a drafter read. Collective."""
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group. Collective."""
-        raise NotImplementedError
 
 
-class Drafter(ModelRoot):
+class Drafter(Served):
     """A model that proposes the token after the next one, loaded as a root of its own."""
 
-    def make_caches(self, slots: int, positions: int) -> list[Cache]:
-        """As of `Target`."""
-        raise NotImplementedError
-
+    @abstractmethod
     def forward(self, batch: Batch, hidden: torch.Tensor, caches: Sequence[Cache]) -> torch.Tensor:
         """batch: the target's, with every token replaced by the one after it. hidden: what the target returned.
         Returns what `logits` reads, [n, ...]. Collective."""
-        raise NotImplementedError
-
-    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """As of `Target`."""
-        raise NotImplementedError
 
 
 class Stack(Protocol):

@@ -10,7 +10,7 @@ from workloads.models.deepseek_v4.attention import WindowCache
 from workloads.models.deepseek_v4.decoder import DecoderLayer, RotaryTables, V4Setting
 from workloads.models.deepseek_v4.mhc import HyperHead
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
-from workloads.models.served import Target
+from workloads.models.vision import LanguageModel
 
 
 class DeepseekV4Model(nn.Module):
@@ -37,7 +37,7 @@ class DeepseekV4Model(nn.Module):
         return x
 
 
-class DeepseekV4ForCausalLM(Target):
+class DeepseekV4ForCausalLM(LanguageModel):
     """The target. Every rank of the EP group must run the same sequence of forward passes."""
 
     def __init__(self, setting: V4Setting) -> None:
@@ -67,10 +67,6 @@ class DeepseekV4ForCausalLM(Target):
         """BF16 [n, H] -> the copies after the last layer, BF16 [n, copies, H]; caches are advanced."""
         hidden: torch.Tensor = self.model(embedded, batch, caches)
         return hidden
-
-    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        """The copies of this rank's tokens after the last layer, BF16 [n, copies, H]."""
-        return self.run(self.embed(batch), batch, caches)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""

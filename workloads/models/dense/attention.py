@@ -1,43 +1,15 @@
 """Grouped-query attention with rotary positions: this rank's heads, prefill and decode alike."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
 from workloads.kernels.gqa import gqa_attention
-from workloads.kernels.rope import rope_frequencies, rope_rows, rotate_half_split
+from workloads.kernels.rope import rotate_half_split
 from workloads.models.batch import Batch
 from workloads.models.dense.config import DenseConfig
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ColumnParallelLinear, RowParallelLinear, Rows
 from workloads.models.parallel import Group
-
-Angles = tuple[
-    torch.Tensor, torch.Tensor
-]  # cosine and sine of every token of a batch, float64 [T, head_dim/2]
-
-
-@dataclass
-class KvCache:
-    """Per request slot and position, BF16 [slots, positions, kv heads of this rank, head_dim] each."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-
-
-class RotaryEmbedding(nn.Module):
-    """Angles of half-split pairs of channels. `inv_freq` float64 [head_dim/2] follows from the dimensions alone."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: DenseConfig) -> None:
-        super().__init__()
-        frequencies = rope_frequencies(config.head_dim, config.rope_theta)
-        self.register_buffer("inv_freq", frequencies, persistent=False)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Cosines and sines of every token of the batch, float64 [T, head_dim]."""
-        return rope_rows(batch.positions, self.inv_freq)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -54,8 +26,7 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = RowParallelLinear(group, width, hidden, f"{prefix}o_proj.weight")
 
     def make_cache(self, slots: int, positions: int) -> KvCache:
-        shape = (slots, positions, self.kv_heads, self.head_dim)
-        return KvCache(torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16))
+        return KvCache.empty(slots, positions, self.kv_heads, self.head_dim)
 
     def forward(self, x: torch.Tensor, batch: Batch, cache: KvCache, angles: torch.Tensor) -> torch.Tensor:
         """x: BF16 [T, hidden], all tokens of the batch -> this rank's part of the sum, float64 [T, hidden]."""
@@ -63,10 +34,8 @@ class GroupedQueryAttention(nn.Module):
         q, k = rotate_half_split(q, angles), rotate_half_split(self.normed(k), angles)
         out = torch.empty_like(q)
         for segment in batch.segments:
-            keys, values = cache.keys[segment.slot], cache.values[segment.slot]
-            keys[segment.start : segment.end] = k[segment.rows]
-            values[segment.start : segment.end] = v[segment.rows]
-            out[segment.rows] = self.attend(q[segment.rows], keys, values, segment.start)
+            held = cache.append(segment, k, v)
+            out[segment.rows] = self.attend(q[segment.rows], *held, segment.start)
         partial: torch.Tensor = self.o_proj(out.flatten(1))
         return partial
 

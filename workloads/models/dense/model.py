@@ -9,9 +9,11 @@ from torch import nn
 from workloads.kernels.activations import SwigluParameters
 from workloads.kernels.blocks import by_rows
 from workloads.kernels.linear import round_to_bf16
+from workloads.kernels.rope import rope_frequencies
 from workloads.models.batch import Batch
-from workloads.models.dense.attention import GroupedQueryAttention, KvCache, RotaryEmbedding
+from workloads.models.dense.attention import GroupedQueryAttention
 from workloads.models.dense.config import DenseConfig
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import (
     ColumnParallelLinear,
     ParallelLMHead,
@@ -22,7 +24,9 @@ from workloads.models.layers import (
     over_all_tokens,
 )
 from workloads.models.parallel import Group
-from workloads.models.served import Setting, Target
+from workloads.models.rotary import RotaryEmbedding
+from workloads.models.served import Setting
+from workloads.models.vision import LanguageModel
 
 MakeAttention = Callable[[Any, Group, str], GroupedQueryAttention]  # of a config, a group, a prefix of names
 SILU = SwigluParameters()  # without its clamp
@@ -77,7 +81,7 @@ class DenseModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             group, config.vocab_size, config.hidden_size, f"{prefix}embed_tokens.weight"
         )
-        self.rotary_emb = RotaryEmbedding(config)
+        self.rotary_emb = RotaryEmbedding(rope_frequencies(config.head_dim, config.rope_theta))
         self.layers = nn.ModuleList(
             DecoderLayer(config, group, f"{prefix}layers.{layer}.", attention)
             for layer in range(config.num_layers)
@@ -85,14 +89,14 @@ class DenseModel(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, f"{prefix}norm.weight")
 
     def forward(self, x: torch.Tensor, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
-        angles = self.rotary_emb(batch)
+        angles = self.rotary_emb(batch.positions)
         for layer, cache in zip(self.layers, caches, strict=True):
             x = layer(x, batch, cache, angles)
         hidden: torch.Tensor = self.norm(x)
         return hidden
 
 
-class DenseForCausalLM(Target):
+class DenseForCausalLM(LanguageModel):
     """The whole decoder with its head. prefix: of all its tensors in the checkpoint."""
 
     def __init__(
@@ -116,9 +120,6 @@ class DenseForCausalLM(Target):
         """Final hidden states of this rank's tokens from their embeddings, BF16 [n, hidden]. Collective."""
         hidden: torch.Tensor = self.model(embedded, batch, caches)
         return hidden
-
-    def forward(self, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
-        return self.run(self.embed(batch), batch, caches)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(hidden, rows, batch.share)

@@ -1,8 +1,6 @@
 """Grouped-query attention of one layer: this rank's heads, with biases, rotation, sinks and, in even layers, a window
 of keys."""
 
-from dataclasses import dataclass
-
 import torch
 
 from workloads.kernels.blocks import by_rows
@@ -12,16 +10,9 @@ from workloads.kernels.rope import rotate_half_split
 from workloads.loading.weights import Placement, Weight, WeightModule
 from workloads.models.batch import Batch
 from workloads.models.gpt_oss.config import GptOssConfig
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ColumnParallelLinear, RowParallelLinear, Rows, vector
 from workloads.models.parallel import Group
-
-
-@dataclass
-class KvCache:
-    """Per request slot and position: keys (rotated) and values, BF16 [slots, positions, KV heads, D]."""
-
-    k: torch.Tensor
-    v: torch.Tensor
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -81,8 +72,7 @@ class GptOssAttention(WeightModule):
         self.o_proj = BiasedRowParallelLinear(group, width, config.hidden_size, f"{prefix}o_proj.")
 
     def make_cache(self, slots: int, positions: int) -> KvCache:
-        shape = (slots, positions, self.kv_heads, self.dim)
-        return KvCache(torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16))
+        return KvCache.empty(slots, positions, self.kv_heads, self.dim)
 
     def forward(self, x: torch.Tensor, rope: torch.Tensor, batch: Batch, cache: KvCache) -> torch.Tensor:
         """x BF16 [T, hidden], all tokens of the batch; rope float64 [T, D], the rows of their positions -> this rank's
@@ -91,9 +81,7 @@ class GptOssAttention(WeightModule):
         q, k = rotate_half_split(q, rope), rotate_half_split(k, rope)
         out = torch.empty_like(q)
         for segment in batch.segments:
-            cache.k[segment.slot, segment.start : segment.end] = k[segment.rows]
-            cache.v[segment.slot, segment.start : segment.end] = v[segment.rows]
-            held = cache.k[segment.slot], cache.v[segment.slot]
+            held = cache.append(segment, k, v)
             out[segment.rows] = gqa_attention(q[segment.rows], *held, segment.start, self.sinks, self.window)
         partial: torch.Tensor = self.o_proj(out.flatten(1))
         return partial

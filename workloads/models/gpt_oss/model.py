@@ -5,38 +5,30 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from workloads.kernels.rope import rope_rows, yarn_concentration, yarn_frequencies
+from workloads.kernels.rope import yarn_concentration, yarn_frequencies
 from workloads.models.batch import Batch
-from workloads.models.gpt_oss.attention import GptOssAttention, KvCache
+from workloads.models.gpt_oss.attention import GptOssAttention
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.gpt_oss.moe import MixtureOfExperts
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding, over_all_tokens
+from workloads.models.rotary import RotaryEmbedding
 from workloads.models.served import Setting, Target
 
 GptOssSetting = Setting[GptOssConfig]
 
 
-class RotaryEmbedding(nn.Module):
-    """`inv_freq` float64 [D/2], which follows from the configuration and is in no checkpoint."""
-
-    inv_freq: torch.Tensor
-
-    def __init__(self, config: GptOssConfig) -> None:
-        super().__init__()
-        frequencies = yarn_frequencies(
-            config.head_dim,
-            config.rope_theta,
-            config.rope_factor,
-            config.rope_original_positions,
-            config.rope_beta_fast,
-            config.rope_beta_slow,
-        )
-        self.register_buffer("inv_freq", frequencies, persistent=False)
-        self.concentration = yarn_concentration(config.rope_factor)
-
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> float64 [T, D] for `rotate_half_split`."""
-        return rope_rows(positions, self.inv_freq, self.concentration)
+def _rotary_embedding(config: GptOssConfig) -> RotaryEmbedding:
+    """With YaRN's frequencies."""
+    frequencies = yarn_frequencies(
+        config.head_dim,
+        config.rope_theta,
+        config.rope_factor,
+        config.rope_original_positions,
+        config.rope_beta_fast,
+        config.rope_beta_slow,
+    )
+    return RotaryEmbedding(frequencies, yarn_concentration(config.rope_factor))
 
 
 class DecoderLayer(nn.Module):
@@ -70,7 +62,7 @@ class GptOssModel(nn.Module):
         self.embed_tokens = VocabParallelEmbedding(
             setting.groups.tp, config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
         )
-        self.rotary_emb = RotaryEmbedding(config)
+        self.rotary_emb = _rotary_embedding(config)
         self.layers = nn.ModuleList(
             DecoderLayer(setting, layer, f"model.layers.{layer}.") for layer in range(config.num_layers)
         )

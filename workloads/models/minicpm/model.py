@@ -7,8 +7,8 @@ from torch import nn
 
 from workloads.kernels.linear import round_to_bf16
 from workloads.models.batch import Batch
-from workloads.models.dense.attention import KvCache
 from workloads.models.dense.model import DenseForCausalLM
+from workloads.models.kv_cache import KvCache
 from workloads.models.minicpm.config import MiniCpmConfig
 from workloads.models.minicpm.resampler import BiasedLinear, Resampler
 from workloads.models.minicpm.tensors import AUDIO, LANGUAGE

@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
+from workloads.kernels.rope import rope_frequencies
 from workloads.models.batch import Batch
-from workloads.models.dense.attention import KvCache, RotaryEmbedding
 from workloads.models.dense.model import DecoderLayer
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ParallelLMHead, ReplicatedLinear, RMSNorm, Rows, VocabParallelEmbedding
 from workloads.models.openpangu.attention import SinkAttention, refresh_sinks
 from workloads.models.openpangu.config import OpenPanguConfig
+from workloads.models.rotary import RotaryEmbedding
 from workloads.models.served import Drafter, Setting
 
 
@@ -25,7 +27,7 @@ class OpenPanguMTP(Drafter):
         hidden, eps, vocab = config.hidden_size, config.rms_norm_eps, config.vocab_size
         prefix = f"{config.prefix}model."
         self.embed_tokens = VocabParallelEmbedding(group, vocab, hidden, f"{prefix}embed_tokens.weight")
-        self.rotary_emb = RotaryEmbedding(config)
+        self.rotary_emb = RotaryEmbedding(rope_frequencies(config.head_dim, config.rope_theta))
         prefix = f"{prefix}layers.{config.num_layers}."
         self.enorm = RMSNorm(hidden, eps, f"{prefix}enorm.weight")
         self.hnorm = RMSNorm(hidden, eps, f"{prefix}hnorm.weight")
@@ -46,7 +48,9 @@ class OpenPanguMTP(Drafter):
         embedded = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
         embedded[batch.local_starts] = 0  # the block is trained without an embedding at the first position
         joined = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1))
-        out: torch.Tensor = self.norm(self.mtp_block(joined, batch, caches[0], self.rotary_emb(batch)))
+        out: torch.Tensor = self.norm(
+            self.mtp_block(joined, batch, caches[0], self.rotary_emb(batch.positions))
+        )
         return out
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:

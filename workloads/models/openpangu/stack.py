@@ -11,8 +11,9 @@ from workloads.models.dense import audit
 from workloads.models.openpangu.config import OpenPanguConfig
 from workloads.models.openpangu.model import OpenPanguForCausalLM
 from workloads.models.openpangu.mtp import OpenPanguMTP
-from workloads.models.openpangu.vision import OpenPanguVL
+from workloads.models.openpangu.tensors import PROJECTOR
 from workloads.models.served import Drafter, Setting, Target
+from workloads.models.vision import VisionWrapper
 
 RULES = (
     Rule("*.self_attn.sink_key", "derived", "k_layernorm of param_sink_key, which attention reads"),
@@ -22,7 +23,8 @@ RULES = (
 
 def make_roots(setting: Setting[OpenPanguConfig]) -> Mapping[str, Target | Drafter]:
     config = setting.config
-    target: Target = OpenPanguVL(setting) if config.vision else OpenPanguForCausalLM(setting)
+    text = OpenPanguForCausalLM(setting)
+    target: Target = VisionWrapper(text, config, PROJECTOR) if config.vision else text
     roots: dict[str, Target | Drafter] = {"target": target}
     if config.num_mtp_layers:
         roots["draft"] = OpenPanguMTP(setting)

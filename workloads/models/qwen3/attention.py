@@ -1,8 +1,6 @@
 """Grouped-query attention of one layer: this rank's heads, normalised, turned, cached, the same for prefill and
 decode."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -10,18 +8,11 @@ from workloads.kernels.gqa import gqa_attention
 from workloads.kernels.linear import round_to_bf16
 from workloads.kernels.rope import rope_table, rotate_half_split
 from workloads.models.batch import Batch
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import RMSNorm
 from workloads.models.parallel import Group
 from workloads.models.qwen3.config import Qwen3Config
 from workloads.models.qwen3.matrices import MATRICES, Piece
-
-
-@dataclass
-class KeyValueCache:
-    """Per request slot and position: normalised and turned keys, and values, BF16 [slots, positions, KV heads, D]."""
-
-    k: torch.Tensor
-    v: torch.Tensor
 
 
 class RotaryEmbedding(nn.Module):
@@ -60,15 +51,10 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps, f"{prefix}q_norm.weight")
         self.k_norm = RMSNorm(self.head_dim, eps, f"{prefix}k_norm.weight")
 
-    def make_cache(self, slots: int, positions: int) -> KeyValueCache:
-        shape = (slots, positions, self.kv_heads, self.head_dim)
-        return KeyValueCache(
-            torch.empty(shape, dtype=torch.bfloat16), torch.empty(shape, dtype=torch.bfloat16)
-        )
+    def make_cache(self, slots: int, positions: int) -> KvCache:
+        return KvCache.empty(slots, positions, self.kv_heads, self.head_dim)
 
-    def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch, cache: KeyValueCache
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch, cache: KvCache) -> torch.Tensor:
         """x: BF16 [T, hidden], all tokens of the batch; rotation: of each. Returns this rank's part of the sum, float64
         [T, hidden]."""
         qkv = torch.unflatten(round_to_bf16(self.qkv_proj.product(x)), 1, (-1, self.head_dim))
@@ -77,8 +63,6 @@ class Attention(nn.Module):
         k = rotate_half_split(self.k_norm(k), rotation)
         out = torch.empty_like(q)
         for segment in batch.segments:
-            keys, values = cache.k[segment.slot], cache.v[segment.slot]
-            keys[segment.start : segment.end] = k[segment.rows]
-            values[segment.start : segment.end] = v[segment.rows]
-            out[segment.rows] = gqa_attention(q[segment.rows], keys, values, segment.start)
+            held = cache.append(segment, k, v)
+            out[segment.rows] = gqa_attention(q[segment.rows], *held, segment.start)
         return self.o_proj.product(out.flatten(1))

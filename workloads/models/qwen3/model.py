@@ -7,9 +7,10 @@ from torch import nn
 
 from workloads.loading.weights import WeightModule
 from workloads.models.batch import Batch
+from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding, over_all_tokens
 from workloads.models.parallel import Group, RankGroups, largest
-from workloads.models.qwen3.attention import Attention, KeyValueCache, RotaryEmbedding
+from workloads.models.qwen3.attention import Attention, RotaryEmbedding
 from workloads.models.qwen3.config import Qwen3Config
 from workloads.models.qwen3.mlp import MLP, SparseMoE
 from workloads.models.served import Target
@@ -31,7 +32,7 @@ class DecoderLayer(nn.Module):
         )
 
     def forward(
-        self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch, cache: KeyValueCache, capacity: int
+        self, x: torch.Tensor, rotation: torch.Tensor, batch: Batch, cache: KvCache, capacity: int
     ) -> torch.Tensor:
         """BF16 [n, hidden], this rank's tokens -> BF16 [n, hidden]. capacity: most tokens of any rank that
         shares the MLP or the experts."""
@@ -60,7 +61,7 @@ class Qwen3Model(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "model.norm.weight")
 
-    def forward(self, batch: Batch, caches: Sequence[KeyValueCache]) -> torch.Tensor:
+    def forward(self, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
         capacity = batch.share if self.experts_over is None else largest(self.experts_over, batch.share)
         rotation = self.rotary_emb(batch.positions)
         x = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
@@ -91,7 +92,7 @@ class Qwen3ForCausalLM(Target):
         else:
             self.lm_head = ParallelLMHead(groups.tp, config.vocab_size, config.hidden_size, "lm_head.weight")
 
-    def make_caches(self, slots: int, positions: int) -> list[KeyValueCache]:
+    def make_caches(self, slots: int, positions: int) -> list[KvCache]:
         """Raises ValueError for more positions than the rotation has."""
         if positions > self.positions:
             raise ValueError(
@@ -101,7 +102,7 @@ class Qwen3ForCausalLM(Target):
         layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
         return [layer.self_attn.make_cache(slots, positions) for layer in layers]
 
-    def forward(self, batch: Batch, caches: Sequence[KeyValueCache]) -> torch.Tensor:
+    def forward(self, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
         """Final hidden states of this rank's tokens, BF16 [n, hidden]; caches are advanced."""
         hidden: torch.Tensor = self.model(batch, caches)
         return hidden
