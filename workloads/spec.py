@@ -21,16 +21,23 @@ from workloads.models.qwen3.config import Qwen3Config
 
 @dataclass
 class Parallelism:
-    """Rank = dp_rank * tp + tp_rank; the EP group of a rank is `rank // ep`, contiguous ranks."""
+    """Rank = (pp_rank * dp + dp_rank) * tp + tp_rank: a pipeline stage is tp * dp contiguous ranks, the first stage
+    first. The EP group of a rank is `rank // ep`, contiguous ranks of one stage."""
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
+    pp: int = 1
     nodes: int = 1
     gpus_per_node: int = 1
 
     @property
     def ranks(self) -> int:
+        return self.stage_ranks * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Of one pipeline stage."""
         return self.tp * self.dp
 
 

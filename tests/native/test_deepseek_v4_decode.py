@@ -133,7 +133,7 @@ def test_the_vision_wrapper_delegates_its_hook_and_puts_features_in_place_of_ima
     wrapper = engine.roots()["target"]
     assert isinstance(wrapper, VisionWrapper)
     text = start_engine(checkpoint)
-    assert wrapper.language_model.model.layers[0].hc_attn.hc_attn_fn_broadcast is not None
+    assert wrapper.language_model.model.layers["0"].hc_attn.hc_attn_fn_broadcast is not None
     assert generate(engine, prompts(20), 2) == generate(text, prompts(20), 2)  # no image in it
     second = config.image_token_start + config.image_lengths[0]
     image = [Prompt("image", (1, 2, second, second + 1, 3))]

@@ -82,8 +82,8 @@ class NativeEngine(NativeWeights):
     def generate(self, prompts: Sequence[Prompt], params: Sampling) -> list[Generation]:
         """Continue every prompt; all ranks must call it with the same arguments.
 
-        Prompt i runs on data-parallel rank i mod dp. Global rank 0 returns all generations in the order of the
-        prompts, the other ranks none.
+        Prompt i runs on data-parallel rank i mod dp; the last pipeline stage tells what came of it. Global rank 0
+        returns all generations in the order of the prompts, the other ranks none.
         """
         self._require_serving()
         backend, groups = self.spec.backend, self.groups
@@ -92,8 +92,9 @@ class NativeEngine(NativeWeights):
         mine = prompts[groups.dp_rank :: groups.dp]
         with self.lifecycle.forward(), torch.no_grad():
             finished = Run(self._served(), mine, params, limits, self.tokenizer.eos_ids).to_end()
-        by_rank = gather_objects(groups.world, finished if groups.tp.rank == 0 else [])
-        by_dp = [by_rank[dp_rank * groups.tp.size] for dp_rank in range(groups.dp)] if by_rank else []
+        tells = groups.tp.rank == 0 and groups.on_last_stage
+        by_rank = gather_objects(groups.world, finished if tells else None)
+        by_dp = [told for told in by_rank if told is not None]
         return [by_dp[i % groups.dp][i // groups.dp] for i in range(len(prompts))] if by_dp else []
 
     def kv_capacity_tokens(self) -> int:

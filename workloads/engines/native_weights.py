@@ -20,7 +20,7 @@ from workloads.loading.snapshot import NotSavableError
 from workloads.loading.tensor_table import TensorSpec, every_tensor
 from workloads.loading.tensorizer_files import TensorizerMissingError
 from workloads.models.architectures import tensor_table
-from workloads.models.parallel import RankGroups, gather_objects
+from workloads.models.parallel import RankGroups, everywhere, gather_objects
 from workloads.models.served import Drafter, Target
 from workloads.spec import WHOLE, Arrival, GangSpec
 
@@ -46,6 +46,7 @@ class NativeWeights:
         self._architecture = spec.model.architecture
         self.config = getattr(spec.model, self._architecture)
         self.loaders = {name: make_loader(name, root, lifecycle) for name, root in roots.items()}
+        self._names = everywhere(groups.pp, list(roots))  # of all models; a stage may lack the drafter
         self._started = False
         self._unusable = ""
         self._asleep: Asleep | None = None
@@ -181,17 +182,17 @@ class NativeWeights:
         return reader
 
     def _taking_part(self, arrival: Arrival, names: list[str]) -> list[Loader]:
-        """Loaders of the models that an update is for. Raises CheckpointError when it cannot be taken."""
-        unknown = [root for root in arrival.roots if root not in self.loaders]
+        """Loaders of the models that an update is for. Raises CheckpointError when any rank cannot take it."""
+        unknown = [root for root in arrival.roots if root not in self._names]
         problems = [
-            f"The update is for the model {root!r}; this engine has {', '.join(self.loaders)}."
+            f"The update is for the model {root!r}; this engine has {', '.join(self._names)}."
             for root in unknown
         ]
         loaders = [one for name, one in self.loaders.items() if name in (arrival.roots or self.loaders)]
         for loader in loaders:
             problems += arrival_problems(loader.map, names, arrival)
-        if problems:
-            raise CheckpointError(list(dict.fromkeys(problems)))
+        if of_all := everywhere(self.groups.world, problems):
+            raise CheckpointError(of_all)
         return loaders
 
     # Sleep -----------------------------------------------------------------------------------------

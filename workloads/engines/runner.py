@@ -10,7 +10,7 @@ from workloads.engines.protocol import Generation, Prompt
 from workloads.engines.scheduler import Chunk, Limits, Scheduler, planned_passes
 from workloads.kernels.sampling import greedy, sample, top_logprobs
 from workloads.models.batch import Batch, Segment
-from workloads.models.parallel import RankGroups, all_agree, largest
+from workloads.models.parallel import RankGroups, all_agree, from_last, largest
 from workloads.models.served import Cache, Drafter, Target
 from workloads.spec import Sampling
 
@@ -39,7 +39,8 @@ class _Request:
 
 
 class Run:
-    """The requests of one data-parallel rank. Its tensor-parallel ranks all run the same."""
+    """The requests of one data-parallel rank. Its tensor-parallel ranks all run the same, and so do its pipeline
+    stages, one after the other in each pass: the last one chooses the tokens and tells them to the others."""
 
     def __init__(
         self, served: Served, prompts: Sequence[Prompt], params: Sampling, limits: Limits, eos: frozenset[int]
@@ -78,7 +79,7 @@ class Run:
         batch = self._batch(chunks, segments, shift=0)
         hidden = served.target(batch, served.target_caches)
         if yielding:
-            self._choose([chunk for chunk, _ in yielding], served.target.logits(hidden, rows, batch))
+            self._choose([chunk for chunk, _ in yielding], hidden, rows, batch)
         proposals: list[int] = []
         if served.draft is not None:
             drafted = served.draft(self._batch(chunks, segments, shift=1), hidden, served.draft_caches)
@@ -96,20 +97,30 @@ class Run:
             ids += self._requests[chunk.request.index].tokens[chunk.start + shift : chunk.end + shift]
         return Batch(ids, segments, self._served.groups.tp, self._served.device)
 
-    def _choose(self, chunks: Sequence[Chunk], logits: torch.Tensor) -> None:
-        """Append the next token, its log-probabilities and the earlier proposal for it to each request."""
-        params = self._params
+    def _choose(
+        self, chunks: Sequence[Chunk], hidden: torch.Tensor, rows: torch.Tensor, batch: Batch
+    ) -> None:
+        """Append its next token to each request."""
         requests = [self._requests[chunk.request.index] for chunk in chunks]
-        positions = [len(request.generation.token_ids) for request in requests]
-        ids = [request.prompt.id for request in requests]
-        tokens = sample(logits, params.temperature, params.seed, ids, positions).tolist()
-        top_ids, top_values = top_logprobs(logits, params.top_logprobs)
-        pairs = zip(top_ids.tolist(), top_values.tolist(), strict=True)
-        for request, token, (best, values) in zip(requests, tokens, pairs, strict=True):
+        tokens = torch.empty_like(rows)
+        if self._served.groups.on_last_stage:
+            tokens = self._sample(requests, self._served.target.logits(hidden, rows, batch))
+        chosen = from_last(self._served.groups.pp, tokens).tolist()
+        for request, token in zip(requests, chosen, strict=True):
             request.tokens.append(token)
             request.generation.token_ids.append(token)
+
+    def _sample(self, requests: Sequence[_Request], logits: torch.Tensor) -> torch.Tensor:
+        """The next token of each request, int64 [R]. Notes its log-probabilities and the earlier proposal for it."""
+        params = self._params
+        positions = [len(request.generation.token_ids) for request in requests]
+        ids = [request.prompt.id for request in requests]
+        top_ids, top_values = top_logprobs(logits, params.top_logprobs)
+        pairs = zip(top_ids.tolist(), top_values.tolist(), strict=True)
+        for request, (best, values) in zip(requests, pairs, strict=True):
             request.generation.top_logprobs.append(list(zip(best, values, strict=True)))
             request.generation.draft_token_ids.append(request.proposal)
+        return sample(logits, params.temperature, params.seed, ids, positions)
 
     def _advance(self, chunk: Chunk) -> None:
         request = self._requests[chunk.request.index]

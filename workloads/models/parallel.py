@@ -39,13 +39,20 @@ ALONE = Group()
 
 @dataclass(frozen=True)
 class RankGroups:
-    """Where one rank stands. Rank = dp_rank * tp.size + tp.rank; the EP group is contiguous."""
+    """Where one rank stands, see `workloads.spec.Parallelism`. pp: the ranks of all stages that hold the same shares
+    of their layers, by stage."""
 
     world: Group = ALONE
     tp: Group = ALONE
     ep: Group = ALONE
     dp_rank: int = 0
     dp: int = 1
+    pp: Group = ALONE
+
+    @property
+    def on_last_stage(self) -> bool:
+        """Whether this rank has what follows the last layer: the head, and the drafter."""
+        return self.pp.rank == self.pp.size - 1
 
 
 def make_groups(parallelism: Parallelism, rank: int) -> RankGroups:
@@ -53,35 +60,41 @@ def make_groups(parallelism: Parallelism, rank: int) -> RankGroups:
 
     Raises RuntimeError when the default process group is missing or has another size.
     """
-    ranks, tp, ep = parallelism.ranks, parallelism.tp, parallelism.ep
-    if ranks % ep:
-        raise ValueError(f"parallelism.ep is {ep}, which does not divide the {ranks} ranks.")
+    ranks, tp, ep, stage = parallelism.ranks, parallelism.tp, parallelism.ep, parallelism.stage_ranks
+    if stage % ep:
+        raise ValueError(f"parallelism.ep is {ep}, which does not divide the {stage} ranks of a stage.")
     if ranks == 1:
         return RankGroups()
     joined = dist.get_world_size() if dist.is_initialized() else 0
     if joined != ranks:
         raise RuntimeError(
-            f"tp {tp} x dp {parallelism.dp} needs a process group of {ranks} ranks, but {joined} have joined: call "
-            "torch.distributed.init_process_group in every rank first."
+            f"tp {tp} x dp {parallelism.dp} x pp {parallelism.pp} needs a process group of {ranks} ranks, but {joined} "
+            "have joined: call torch.distributed.init_process_group in every rank first."
         )
     return RankGroups(
         world=Group(rank, ranks, dist.group.WORLD),
         tp=_contiguous(rank, tp, ranks),
         ep=_contiguous(rank, ep, ranks),
-        dp_rank=rank // tp,
+        dp_rank=rank % stage // tp,
         dp=parallelism.dp,
+        pp=_group(rank, range(rank % stage, ranks, stage), ranks),
     )
 
 
 def _contiguous(rank: int, size: int, ranks: int) -> Group:
     """The group of `size` neighbours that `rank` belongs to."""
-    if size == 1:
-        return ALONE
-    if size == ranks:
-        return Group(rank, size, dist.group.WORLD)
     first = rank // size * size
-    handle = dist.new_group(list(range(first, first + size)), use_local_synchronization=True)
-    return Group(rank - first, size, handle)
+    return _group(rank, range(first, first + size), ranks)
+
+
+def _group(rank: int, members: range, ranks: int) -> Group:
+    """The group of these of all ranks, of which `rank` is one."""
+    if len(members) == 1:
+        return ALONE
+    if len(members) == ranks:
+        return Group(rank, ranks, dist.group.WORLD)
+    handle = dist.new_group(list(members), use_local_synchronization=True)
+    return Group(members.index(rank), len(members), handle)
 
 
 def _exchange(group: Group, chunks: torch.Tensor) -> torch.Tensor:
@@ -160,6 +173,40 @@ def largest(group: Group, value: int) -> int:
     held = torch.tensor([value], dtype=torch.int64)
     dist.all_reduce(held, dist.ReduceOp.MAX, group=group.handle)
     return int(held)
+
+
+def send_to_next(pp: Group, states: Sequence[torch.Tensor]) -> None:
+    """Give the next stage what it receives with `receive_from_previous`. The last one has no next."""
+    for tensor in states:
+        if tensor.numel():  # the receiver knows the shapes, too
+            dist.send(_bytes(tensor.contiguous()), group=pp.handle, group_dst=pp.rank + 1)
+
+
+def receive_from_previous(
+    pp: Group, shapes: Sequence[tuple[int, ...]], device: torch.device
+) -> list[torch.Tensor]:
+    """BF16 tensors of `shapes` that the previous stage sends."""
+    states = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    for tensor in states:
+        if tensor.numel():
+            dist.recv(_bytes(tensor), group=pp.handle, group_src=pp.rank - 1)
+    return states
+
+
+def from_last(group: Group, values: torch.Tensor) -> torch.Tensor:
+    """`values` of the last rank of the group, in the place of those of every rank."""
+    if group.size > 1 and values.numel():
+        dist.broadcast(values, group=group.handle, group_src=group.size - 1)
+    return values
+
+
+def everywhere(group: Group, values: Sequence[str]) -> list[str]:
+    """Those of all ranks in rank order, each once, on every rank."""
+    if group.size == 1:
+        return list(values)
+    gathered: list[Sequence[str]] = [[]] * group.size
+    dist.all_gather_object(gathered, list(values), group=group.handle)
+    return list(dict.fromkeys(value for of_rank in gathered for value in of_rank))
 
 
 def gather_objects(group: Group, value: Any) -> Sequence[Any]:

@@ -36,7 +36,8 @@ class Served(ModelRoot, ABC):
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group. Collective.
+        """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group. Collective. Of the last
+        pipeline stage only.
 
         hidden: what `forward` returned.
         """
@@ -47,7 +48,11 @@ class Target(Served):
 
     @abstractmethod
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
-        """Final hidden states of this rank's tokens, [n, ...], which `logits` and a drafter read. Collective."""
+        """Final hidden states of this rank's tokens, [n, ...], which `logits` and a drafter read. Collective.
+
+        A pipeline stage takes over from the one before and hands on to the next; what one that is not the last
+        returns is of no use.
+        """
 
 
 class Drafter(Served):
@@ -65,7 +70,7 @@ class Stack(Protocol):
     RULES: Sequence[Rule]
 
     def make_roots(self, setting: Setting[Any]) -> Mapping[str, Target | Drafter]:
-        """`target` and, where the dimensions have one, `draft`."""
+        """`target` and, where the dimensions have one, `draft`, which the last pipeline stage has alone."""
 
 
 def model_stack(architecture: str) -> Stack:

@@ -10,30 +10,45 @@ from workloads.models.deepseek_v4.attention import WindowCache
 from workloads.models.deepseek_v4.decoder import DecoderLayer, RotaryTables, V4Setting
 from workloads.models.deepseek_v4.mhc import HyperHead
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
+from workloads.models.pipeline import Stage
 from workloads.models.vision import LanguageModel
 
 
 class DeepseekV4Model(nn.Module):
-    """Embedding and decoder layers."""
+    """Of the embedding and the decoder layers, what belongs to this rank's pipeline stage. All copies of the residual
+    stream go from stage to stage."""
 
     def __init__(self, setting: V4Setting) -> None:
         super().__init__()
         config = setting.config
-        self.copies = config.hc_mult
-        self.embed_tokens = VocabParallelEmbedding(
-            setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
-        )
+        self.copies, self.hidden_size = config.hc_mult, config.hidden_size
+        self.stage = stage = Stage.of(setting.groups.pp, config.num_layers)
+        if stage.is_first:
+            self.embed_tokens = VocabParallelEmbedding(
+                setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
+            )
         self.rotary = RotaryTables(config)
-        self.layers = nn.ModuleList(
-            DecoderLayer(setting, layer, f"layers.{layer}.", first=layer == 0)
-            for layer in range(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): DecoderLayer(setting, layer, f"layers.{layer}.", first=layer == 0)
+                for layer in stage.layers
+            }
         )
 
     def forward(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
         """BF16 [n, H], embeddings of this rank's tokens -> the copies after the last layer, BF16 [n, copies, H]."""
-        x: torch.Tensor = embedded.unsqueeze(1).repeat(1, self.copies, 1)
-        for layer, cache in zip(self.layers, caches, strict=True):
+        return self.advance(embedded.unsqueeze(1).repeat(1, self.copies, 1), batch, caches)
+
+    def resume(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        """`forward` in a stage that is not the first."""
+        shape = (batch.local_tokens, self.copies, self.hidden_size)
+        [x] = self.stage.receive([shape], batch.token_ids.device)
+        return self.advance(x, batch, caches)
+
+    def advance(self, x: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
             x = layer(x, batch, cache, self.rotary)
+        self.stage.send(x)
         return x
 
 
@@ -44,6 +59,8 @@ class DeepseekV4ForCausalLM(LanguageModel):
         super().__init__()
         config = setting.config
         self.model = DeepseekV4Model(setting)
+        if not self.model.stage.is_last:
+            return
         self.hc_head = HyperHead(config, "hc_head")
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm.weight")
         self.lm_head = ParallelLMHead(setting.groups.tp, config.vocab_size, config.hidden_size, "head.weight")
@@ -57,6 +74,11 @@ class DeepseekV4ForCausalLM(LanguageModel):
         """One cache a layer for `slots` requests of up to `positions` tokens each."""
         self.model.rotary.require(positions)
         return [layer.make_cache(slots, positions) for layer in self._layers()]
+
+    def forward(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
+        return (
+            super().forward(batch, caches) if self.model.stage.is_first else self.model.resume(batch, caches)
+        )
 
     def embed(self, batch: Batch) -> torch.Tensor:
         """Embeddings of this rank's tokens, BF16 [n, H]."""
@@ -74,4 +96,4 @@ class DeepseekV4ForCausalLM(LanguageModel):
         return logits
 
     def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        return [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]

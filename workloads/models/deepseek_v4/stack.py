@@ -24,6 +24,6 @@ def make_roots(setting: Setting[DeepseekV4Config]) -> Mapping[str, Target | Draf
     text = DeepseekV4ForCausalLM(setting)
     target: Target = VisionWrapper(text, config, ALIGNER) if config.vision else text
     roots: dict[str, Target | Drafter] = {"target": target}
-    if config.num_mtp_layers:
+    if config.num_mtp_layers and setting.groups.on_last_stage:
         roots["draft"] = DeepseekV4MTP(setting)
     return roots

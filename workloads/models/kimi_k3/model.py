@@ -16,33 +16,51 @@ from workloads.models.kimi_k3.decoder import (
 )
 from workloads.models.kimi_k3.tensors import PREFIX
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
+from workloads.models.pipeline import Stage
 from workloads.models.served import Target
 
 
 class KimiK3Model(nn.Module):
-    """Embedding, decoder layers and the final mix and norm."""
+    """Of the embedding, the decoder layers and the final mix and norm, what belongs to this rank's pipeline stage. A
+    stage hands on the whole residual stream: the snapshots of all blocks so far, and the prefix."""
 
     def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
         config, prefix = setting.config, f"{PREFIX}model."
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.embed_tokens = VocabParallelEmbedding(
-            setting.groups.tp, config.vocab_size, hidden, f"{prefix}embed_tokens.weight"
+        self.hidden_size = hidden
+        self.stage = stage = Stage.of(setting.groups.pp, config.num_layers)
+        self.blocks_before = -(-stage.layers.start // config.attn_res_block_size)
+        if stage.is_first:
+            self.embed_tokens = VocabParallelEmbedding(
+                setting.groups.tp, config.vocab_size, hidden, f"{prefix}embed_tokens.weight"
+            )
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(setting, layer, f"{prefix}layers.{layer}.") for layer in stage.layers}
         )
-        self.layers = nn.ModuleList(
-            DecoderLayer(setting, layer, f"{prefix}layers.{layer}.") for layer in range(config.num_layers)
-        )
-        self.output_attn_res_norm, self.output_attn_res_proj = residual_mixer(
-            hidden, eps, f"{prefix}output_attn_res"
-        )
-        self.norm = RMSNorm(hidden, eps, f"{prefix}norm.weight")
+        if stage.is_last:
+            self.output_attn_res_norm, self.output_attn_res_proj = residual_mixer(
+                hidden, eps, f"{prefix}output_attn_res"
+            )
+            self.norm = RMSNorm(hidden, eps, f"{prefix}norm.weight")
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        stream = ResidualStream([], self.embed_tokens(batch.token_ids)[: batch.local_tokens])
-        for layer, cache in zip(self.layers, caches, strict=True):
+        stream = self._entering(batch)
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
             layer(stream, batch, cache)
+        if not self.stage.is_last:
+            self.stage.send(*stream.blocks, stream.prefix)
+            return stream.prefix
         hidden: torch.Tensor = self.norm(mix(stream, self.output_attn_res_norm, self.output_attn_res_proj))
         return hidden
+
+    def _entering(self, batch: Batch) -> ResidualStream:
+        """What this stage's first layer reads."""
+        if self.stage.is_first:
+            return ResidualStream([], self.embed_tokens(batch.token_ids)[: batch.local_tokens])
+        shape = (batch.local_tokens, self.hidden_size)
+        *blocks, prefix = self.stage.receive([shape] * (self.blocks_before + 1), batch.token_ids.device)
+        return ResidualStream(blocks, prefix)
 
 
 class KimiK3ForCausalLM(Target):
@@ -52,9 +70,10 @@ class KimiK3ForCausalLM(Target):
         super().__init__()
         config = setting.config
         self.model = KimiK3Model(setting)
-        self.lm_head = ParallelLMHead(
-            setting.groups.tp, config.vocab_size, config.hidden_size, f"{PREFIX}lm_head.weight"
-        )
+        if self.model.stage.is_last:
+            self.lm_head = ParallelLMHead(
+                setting.groups.tp, config.vocab_size, config.hidden_size, f"{PREFIX}lm_head.weight"
+            )
 
     def make_caches(self, slots: int, positions: int) -> list[LayerCache]:
         """One cache a layer for `slots` requests of up to `positions` tokens each."""
@@ -71,4 +90,4 @@ class KimiK3ForCausalLM(Target):
         return logits
 
     def _layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        return [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]

@@ -13,6 +13,6 @@ __all__ = ["RULES", "make_roots"]
 
 def make_roots(setting: Setting[KimiK3Config]) -> Mapping[str, Target | Drafter]:
     roots: dict[str, Target | Drafter] = {"target": KimiK3ForCausalLM(setting)}
-    if setting.config.num_mtp_layers:
+    if setting.config.num_mtp_layers and setting.groups.on_last_stage:
         roots["draft"] = KimiK3MTP(setting)
     return roots

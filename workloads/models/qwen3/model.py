@@ -10,6 +10,7 @@ from workloads.models.batch import Batch
 from workloads.models.kv_cache import KvCache
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding, over_all_tokens
 from workloads.models.parallel import Group, RankGroups, largest
+from workloads.models.pipeline import Stage
 from workloads.models.qwen3.attention import Attention, RotaryEmbedding
 from workloads.models.qwen3.config import Qwen3Config
 from workloads.models.qwen3.mlp import MLP, SparseMoE
@@ -47,28 +48,41 @@ class DecoderLayer(nn.Module):
 
 
 class Qwen3Model(nn.Module):
-    """Embedding, decoder layers and the final norm."""
+    """Of the embedding, the decoder layers and the final norm, what belongs to this rank's pipeline stage. An embedding
+    that is the output projection, too, belongs to the first and to the last."""
 
     def __init__(self, config: Qwen3Config, groups: RankGroups) -> None:
         super().__init__()
         self.experts_over = groups.ep if config.num_experts else None
-        self.embed_tokens = VocabParallelEmbedding(
-            groups.tp, config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
-        )
+        self.hidden_size = config.hidden_size
+        self.stage = stage = Stage.of(groups.pp, config.num_layers)
+        if stage.is_first or (stage.is_last and config.tie_word_embeddings):
+            self.embed_tokens = VocabParallelEmbedding(
+                groups.tp, config.vocab_size, config.hidden_size, "model.embed_tokens.weight"
+            )
         self.rotary_emb = RotaryEmbedding(config)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, groups, f"model.layers.{layer}.") for layer in range(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {str(layer): DecoderLayer(config, groups, f"model.layers.{layer}.") for layer in stage.layers}
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "model.norm.weight")
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "model.norm.weight")
 
     def forward(self, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
         capacity = batch.share if self.experts_over is None else largest(self.experts_over, batch.share)
         rotation = self.rotary_emb(batch.positions)
-        x = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        x = self._entering(batch)
+        for layer, cache in zip(self.layers.values(), caches, strict=True):
             x = layer(x, rotation, batch, cache, capacity)
-        hidden: torch.Tensor = self.norm(x)
-        return hidden
+        self.stage.send(x)
+        return self.norm(x) if self.stage.is_last else x
+
+    def _entering(self, batch: Batch) -> torch.Tensor:
+        """What this stage's first layer reads, BF16 [n, hidden]."""
+        if self.stage.is_first:
+            embedded: torch.Tensor = self.embed_tokens(batch.token_ids)
+            return embedded[: batch.local_tokens]
+        [x] = self.stage.receive([(batch.local_tokens, self.hidden_size)], batch.token_ids.device)
+        return x
 
 
 class TiedLMHead(ParallelLMHead):
@@ -87,6 +101,8 @@ class Qwen3ForCausalLM(Target):
         super().__init__()
         self.positions = config.max_position_embeddings
         self.model = Qwen3Model(config, groups)
+        if not self.model.stage.is_last:
+            return
         if config.tie_word_embeddings:
             self.lm_head: ParallelLMHead = TiedLMHead(groups.tp, self.model.embed_tokens)
         else:
@@ -99,7 +115,7 @@ class Qwen3ForCausalLM(Target):
                 f"Requests of {positions} tokens are longer than model.qwen3.max_position_embeddings "
                 f"{self.positions}: lower backend.max_model_len."
             )
-        layers = [layer for layer in self.model.layers if isinstance(layer, DecoderLayer)]
+        layers = [layer for layer in self.model.layers.values() if isinstance(layer, DecoderLayer)]
         return [layer.self_attn.make_cache(slots, positions) for layer in layers]
 
     def forward(self, batch: Batch, caches: Sequence[KvCache]) -> torch.Tensor:
