@@ -24,10 +24,10 @@ PACKED = "packed"  # origin of tensors that were read back through a kernel, whi
 
 class LocatedPieces:
     """The `Pieces` of one rank. tp: ranks that weights are split over. not_loaded: rules of checkpoint tensors that
-    the engine leaves out by design, by name pattern, with the reason. whole: roots that owe their whole checkpoint;
-    others, such as a draft in its target's checkpoint, owe what was found in it."""
+    the engine leaves out by design, by name pattern, with the reason. whole: roots that owe their whole checkpoint,
+    the target first; what others hold, such as a draft in its target's checkpoint, the target owes no more."""
 
-    def __init__(self, tp: int, not_loaded: Sequence[Rule], whole: Collection[str] = ("target",)) -> None:
+    def __init__(self, tp: int, not_loaded: Sequence[Rule], whole: Sequence[str] = ("target",)) -> None:
         self._tp, self._not_loaded, self._whole = tp, not_loaded, whole
         self._places: dict[tuple[str, bool], list[Located]] = {}
         self._reasons: dict[str, dict[str, str]] = {}
@@ -51,8 +51,10 @@ class LocatedPieces:
                 yield kind, record
                 if record["fp"] == record["expected"]:
                     regions.setdefault(record["source"], set()).add(record["region"])
-        shown = {n: meta for n, meta in known.tensors.items() if root in self._whole or n in regions}
-        yield "source", _source(root, shown, excused, regions, self._reasons[root])
+        owes = root in self._whole
+        shown = {n: meta for n, meta in known.tensors.items() if owes or n in regions}
+        source = _source(root, shown, excused, regions, self._reasons[root] if owes else {})
+        yield "source", source if owes else {**source, "of": next(iter(self._whole))}
 
     def _search(self, root: str, live: Collection[Found], known: "_Known", owed: int) -> None:
         """Where the pieces lie, unless most of them are known to lie somewhere."""

@@ -200,5 +200,17 @@ def _arguments(root: Root) -> Problems:
             yield f"backend.options has {name!r}, which is no argument's name: write them as enforce_eager is written."
 
 
+def _harm(root: Root) -> Problems:
+    """Harm to a foreign engine is done after its last update: without one it would be done to nothing, and pass."""
+    if any(step.do == "update" for step in root.load_path.steps):
+        return
+    for name, arm in cell_arms(root).items():
+        if arm.faults:
+            yield (
+                f"code.{name}.faults is {', '.join(arm.faults)}, which harms vLLM after its last update, and "
+                f"load_path={root.load_path.name} has none: take a load path with an update, such as vllm_reload."
+            )
+
+
 _NATIVE: tuple[Callable[[Root], Problems], ...] = (_kernels, _online, _not_native)
-_VLLM: tuple[Callable[[Root], Problems], ...] = (_source, _url, _layout, _arguments)
+_VLLM: tuple[Callable[[Root], Problems], ...] = (_source, _url, _layout, _arguments, _harm)

@@ -2,8 +2,8 @@
 
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import Root
-
-OPTION = "speculative_config"  # vLLM's argument that says how drafts are made
+from workloads.engines.vllm.drafts import OPTION, drafts_inside
+from workloads.loading.paths import SAVED
 
 
 def problems(root: Root) -> Problems:
@@ -13,6 +13,7 @@ def problems(root: Root) -> Problems:
     if given:
         yield from _engine(root, given)
         yield from _everywhere(root, given)
+    yield from _saved(root, given)
 
 
 def _pair(root: Root, key: str, name: str, draft: str) -> Problems:
@@ -55,4 +56,19 @@ def _everywhere(root: Root, given: dict[str, str]) -> Problems:
         yield (
             f"checkpoints.{bare[0]}.draft is not set, but that of {min(loaded & given.keys())} is, and load_path.steps "
             "load both: an engine with a drafter needs a draft for each."
+        )
+
+
+def _saved(root: Root, given: dict[str, str]) -> Problems:
+    """What an engine writes for a later start is its target alone."""
+    inside = root.backend.engine == "vllm" and drafts_inside(root.backend)
+    for index, step in enumerate(root.load_path.steps):
+        if step.do != "start" or step.via not in SAVED or not (inside or step.checkpoint in given):
+            continue
+        named = f"checkpoints.{step.checkpoint}.draft is {given.get(step.checkpoint)!r}"
+        if inside:
+            named = f"backend.options.{OPTION}.method is one whose draft lies in its target's checkpoint"
+        yield (
+            f"load_path.steps[{index}] starts via {step.via}, from files that vLLM writes of its target alone, and "
+            f"{named}: start via safetensors, or leave the draft and backend.options.{OPTION} out."
         )

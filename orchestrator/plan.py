@@ -190,7 +190,7 @@ def served(cell: Cell, arm: str) -> dict[str, str]:
 def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str], save: str = "") -> str:
     identity = {key: cell[key] for key in ("format", "model", "parallelism")}
     identity["backend"] = own_backend(cell, arm)
-    identity["arm"] = _arm_identity(cell["code"][arm])
+    identity["arm"] = _arm_identity(_as_started(cell, arm))
     draft = cell["checkpoints"][checkpoint].get("draft")
     weights = [checkpoint, draft] if draft else [checkpoint]
     identity["checkpoint"] = [{**cell["checkpoints"][name], "draft": ""} for name in weights]
@@ -202,6 +202,12 @@ def _reference_key(cell: Cell, arm: str, checkpoint: str, collect: set[str], sav
     if save:
         identity["save"] = save
     return digest(identity)
+
+
+def _as_started(cell: Cell, arm: str) -> dict[str, Any]:
+    """Of the arm, what a fresh start sees: harm to a foreign engine is done after its last update, and to no start."""
+    own: dict[str, Any] = cell["code"][arm]
+    return {**own, "faults": []} if cell["backend"]["engine"] == "vllm" else own
 
 
 def own_backend(cell: Cell, arm: str) -> dict[str, Any]:

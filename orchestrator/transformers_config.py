@@ -35,6 +35,19 @@ def configs(root: Root) -> list[tuple[str, Config]]:
     return list({where: (where, config) for where, config in given}.values())
 
 
+def draft_config(root: Root) -> Config:
+    """Of the drafts: that of a folder of one, else the model's, which drafts are generated for as well; empty without
+    drafts, or where the folder has none that can be read."""
+    names = drafts(root)
+    given = [c.path for name, c in root.checkpoints.items() if name in names and c.path is not None]
+    if not given:
+        return root.model.transformers if names else {}
+    try:
+        return read_config(Path(given[0]).expanduser())
+    except CheckpointError:
+        return {}  # `orchestrator.checkpoint_rules` says what is wrong with it
+
+
 @cache
 def read_model_config(folder: Path) -> Config:
     """The folder's config.json. Raises CheckpointError when it is absent or names no model."""

@@ -59,7 +59,8 @@ class Coverage:
         for source in audit.sources:
             if source.get("shared"):
                 if self.loaded:
-                    self._open.setdefault(source["root"], _Shared(audit.rank)).add(source)
+                    owner = source.get("of", source["root"])  # a draft's may be its target
+                    self._open.setdefault(owner, _Shared(audit.rank)).add(source)
                 continue
             self.expected += source["bytes_expected"]
             self.audited += source["bytes_audited"]

@@ -190,9 +190,17 @@ def test_a_draft_is_held_against_the_checkpoint_of_its_own(
     }
 
 
-def test_a_draft_without_one_owes_what_was_found_in_it(
+def test_what_a_draft_holds_of_its_target_s_checkpoint_counts_for_the_target(
     checkpoints: list[CheckpointReader], tmp_path: Path
 ) -> None:
-    auditor = TensorAuditor(Drafted(target=0, draft=1), LocatedPieces(1, NOT_LOADED))
-    auditor.observe(tmp_path / "fresh", 0, "fresh", checkpoints[0])
-    assert missing(tmp_path / "fresh") == {"target": [], "draft": []}
+    """As MTP layers, which the target leaves to its draft."""
+    engine = Drafted(target=0, draft=0)
+    norm = "model.layers.0.norm.weight"
+    delattr(engine.models["target"], norm.replace(".", "_"))
+    TensorAuditor(engine, LocatedPieces(1, NOT_LOADED)).observe(tmp_path, 0, tmp_path.name, checkpoints[0])
+    assert missing(tmp_path) == {"target": [norm], "draft": []}
+    records = map(json.loads, (tmp_path / "tensors-00000.jsonl").read_text().splitlines())
+    [draft] = [r for r in records if r["kind"] == "source" and r["root"] == "draft"]
+    assert draft["of"] == "target"
+    assert draft["regions"][norm] == [[[0, 16]]]
+    assert draft["reasons"] == {}

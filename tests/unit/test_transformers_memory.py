@@ -82,17 +82,60 @@ def test_what_is_not_known_is_not_computed(unusual: dict[str, object]) -> None:
     assert memory.weight_bytes(root(**unusual)) is None
 
 
-def test_files_say_their_own_size_in_the_dtype_that_is_served(tmp_path: Path) -> None:
+def folder(path: Path, config: dict[str, object]) -> str:
+    """Eight 2-byte floats and 16 other bytes."""
     header = {
         "a": {"dtype": "BF16", "shape": [8], "data_offsets": [0, 16]},
         "b": {"dtype": "U8", "shape": [16], "data_offsets": [16, 32]},
     }
     text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    path.mkdir(exist_ok=True)
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(32))
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def drafted(*drafts: Checkpoint, **options: object) -> Root:
+    made = root()
+    made.backend.options = {"speculative_config": {"method": "draft_model", **options}}
+    for name, draft in zip(("old", "new"), drafts, strict=True):
+        made.checkpoints[name].draft = f"draft_{name}"
+        made.checkpoints[f"draft_{name}"] = draft
+    return made
+
+
+def test_a_draft_and_its_keys_come_on_top() -> None:
+    alone, both = parts(root()), parts(drafted(Checkpoint(seed=7), Checkpoint(seed=8)))
+    assert both["weights"].nbytes == alone["weights"].nbytes == 4 * DENSE
+    assert both["draft"].nbytes == 4 * DENSE, "generated for the same configuration"
+    assert (both["draft"].kind, both["draft"].basis) == ("weights", "the configuration")
+    assert both["KV cache"].nbytes == 2 * alone["KV cache"].nbytes
+
+
+def test_a_draft_of_files_is_as_large_as_they_are(tmp_path: Path) -> None:
+    """One of them is a head without attention, as Medusa's: it keeps no keys."""
+    head = {"model_type": "medusa", "hidden_size": HIDDEN}
+    folders = [folder(tmp_path / name, head) for name in ("a", "b")]
+    both = drafted(*(Checkpoint(path=path) for path in folders))
+    assert parts(both)["weights"].nbytes == 4 * DENSE, "its folder says nothing of the target"
+    assert parts(both)["draft"].nbytes == 8 * 4 + 16
+    assert parts(both)["KV cache"] == parts(root())["KV cache"]
+    both.checkpoints["draft_new"].path = str(tmp_path / "gone")
+    assert memory.memory_parts(both) == []
+
+
+@pytest.mark.parametrize(("option", "split"), [({}, 2), ({"draft_tensor_parallel_size": 1}, 1)])
+def test_a_draft_is_split_as_its_target_unless_told_otherwise(option: dict[str, object], split: int) -> None:
+    made = drafted(Checkpoint(), Checkpoint(), **option)
+    made.parallelism.tp = made.parallelism.gpus_per_node = 2
+    assert parts(made)["weights"].nbytes == 4 * DENSE // 2
+    assert parts(made)["draft"].nbytes == 4 * DENSE // split
+
+
+def test_files_say_their_own_size_in_the_dtype_that_is_served(tmp_path: Path) -> None:
     given = root()
     given.model.transformers = {}
-    given.checkpoints = {"old": Checkpoint(path=str(tmp_path))}
+    given.checkpoints = {"old": Checkpoint(path=folder(tmp_path, LLAMA))}
     assert memory.weight_bytes(given) == 8 * 4 + 16
     given.backend.dtype = "auto"
     assert memory.weight_bytes(given) == 32

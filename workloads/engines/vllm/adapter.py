@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from workloads.engines.protocol import Generation, Prompt, Tokenizer, UnsupportedError, UpdateStats
 from workloads.engines.tokenizer import make_tokenizer
 from workloads.engines.vllm import offline, saved
+from workloads.engines.vllm.drafts import drafts_inside
 from workloads.engines.vllm.replicas import Replicas
 from workloads.engines.vllm.sources import TREE, digest
 from workloads.loading.shards import read_config
@@ -66,7 +67,9 @@ class VllmEngine:
 
             self._connection = ServerEngine(self.spec)
         elif via in offline.STARTS:
-            self._connection = offline.OfflineEngine(self.spec, folder, via, self._draft(checkpoint))
+            draft = self.spec.checkpoints[checkpoint].draft
+            apart = self._folder(draft) if draft else None
+            self._connection = offline.OfflineEngine(self.spec, folder, via, apart)
         else:
             raise UnsupportedError(f"This adapter cannot start vLLM via {via!r}.")
         asked = Path(self.spec.saved_dir) if via == saved.SHARDED else folder
@@ -164,8 +167,11 @@ class VllmEngine:
         return self._connection
 
     def _draft(self, checkpoint: str) -> Path | None:
+        """Folder with the weights of the drafter, which is the target's where it brings its own; None without one."""
         draft = self.spec.checkpoints[checkpoint].draft
-        return self._folder(draft) if draft else None
+        if not draft and not drafts_inside(self.spec.backend):
+            return None
+        return self._folder(draft or checkpoint)
 
     def _folder(self, checkpoint: str) -> Path:
         return Path(self.spec.checkpoint_dirs[checkpoint])

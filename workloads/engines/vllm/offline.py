@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from workloads.engines.protocol import Generation, Prompt, UnsupportedError
-from workloads.engines.vllm import saved, transfer
+from workloads.engines.vllm import drafts, saved, transfer
 from workloads.loading.paths import SAVED
 from workloads.spec import GangSpec, Sampling
 
@@ -100,10 +100,10 @@ def _cores(workers: int) -> str:
 
 
 def arguments(spec: GangSpec, folder: Path, via: str, draft: Path | None) -> dict[str, Any]:
-    """Of `LLM`. draft: folder of the drafter's weights, where the specification names one."""
+    """Of `LLM`. draft: folder of the drafter's weights, where they are not in the target's."""
     backend, options = spec.backend, dict(spec.backend.options)
     if draft is not None:
-        options["speculative_config"] = {**options["speculative_config"], "model": str(draft)}
+        options[drafts.OPTION] = {**options[drafts.OPTION], "model": str(draft)}
     arguments: dict[str, Any] = {
         "model": str(folder),
         "tensor_parallel_size": spec.parallelism.tp,
