@@ -11,6 +11,7 @@ from typing import Any
 
 from workloads.models.architectures import ARCHITECTURES
 from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v41.config import DeepseekV41Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.medusa.config import MedusaConfig
@@ -52,6 +53,7 @@ class Model:
     size: str = "proxy"  # proxy | full
     tokenizer: str = "byte"  # byte | checkpoint
     deepseek_v4: DeepseekV4Config = field(default_factory=DeepseekV4Config)
+    deepseek_v41: DeepseekV41Config = field(default_factory=DeepseekV41Config)
     gpt_oss: GptOssConfig = field(default_factory=GptOssConfig)
     kimi_k3: KimiK3Config = field(default_factory=KimiK3Config)
     medusa: MedusaConfig = field(default_factory=MedusaConfig)

@@ -15,6 +15,9 @@ from workloads.kernels.shuffled_moe import ShuffledMoE
 from workloads.loading.tensor_table import every_tensor
 from workloads.loading.weights import ModelRoot
 from workloads.models.architectures import model_plan, tensor_table
+from workloads.models.deepseek_v4.attention import AttentionSink
+from workloads.models.deepseek_v41.fused import InKernelOrder
+from workloads.models.fp8_linear import Fp8Matrix
 from workloads.models.parallel import RankGroups
 from workloads.models.served import Setting, model_stack
 from workloads.spec import Model
@@ -87,8 +90,19 @@ def of_root(root: ModelRoot) -> Iterator[str]:
             yield "buffers"
         if module.weights.keys() & VECTORS:
             yield "vectors"
+        if isinstance(module, InKernelOrder):
+            yield "permuted"
+        padded = [
+            weight
+            for weight in module.weights.values()
+            if any(placement.padding(torch.Size(weight.shape)) for placement in weight.placements)
+        ]
+        if padded and isinstance(module, AttentionSink):
+            yield "sink_padding"
+        if padded and isinstance(module, Fp8Matrix):
+            yield "shared_padding"
+        for weight in padded:
+            yield "unit_padding" if weight.creation_value else "padding"
         for weight in module.weights.values():
             if len(weight.placements) > 1:
                 yield "fused"
-            if any(placement.padding(torch.Size(weight.shape)) for placement in weight.placements):
-                yield "unit_padding" if weight.creation_value else "padding"

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -20,7 +21,7 @@ from workloads.models.architectures import ARCHITECTURES
 from workloads.models.online_fp8 import RULES as ONLINE_RULES
 from workloads.models.online_fp8 import quantize_online
 from workloads.models.parallel import gather_objects, make_groups
-from workloads.models.served import Cache, Drafter, Setting, Target, model_stack
+from workloads.models.served import Cache, Drafter, Setting, Stack, Target, model_stack
 from workloads.spec import GangSpec, Sampling
 
 
@@ -43,12 +44,17 @@ class NativeEngine(NativeWeights):
         self.device = torch.device(backend.device)
         kernel, fused = make_moe_kernel(backend.moe_kernel), backend.moe_kernel == "mega_moe"
         with self.device:
-            roots = model_stack(architecture).make_roots(Setting(config, groups, kernel, fused))
+            setting = Setting(config, groups, kernel, fused, partial(self.tokenizer.texts, config.vocab_size))
+            roots = self.make_roots(model_stack(architecture), setting)
         if backend.online_quantization == "fp8":
             for root in roots.values():
                 quantize_online(root)
         super().__init__(spec, rank, groups, roots, loader_class(spec.faults), Lifecycle(sink))
         self._caches: dict[str, list[Cache]] = {}
+
+    def make_roots(self, stack: Stack, setting: Setting[Any]) -> Mapping[str, Target | Drafter]:
+        """The models of this rank, not loaded yet."""
+        return stack.make_roots(setting)
 
     def start(self, checkpoint: str, via: str) -> UpdateStats:
         """As of `NativeWeights`, and make room for requests."""

@@ -21,6 +21,10 @@ class ByteTokenizer:
         runs = (b"" if i in (BOS, EOS) else bytes([i]) if i < BOS else "\ufffd".encode() for i in token_ids)
         return b"".join(runs).decode(errors="replace")
 
+    def texts(self, count: int) -> list[str]:
+        """Of each of the first `count` tokens alone: a character, or a name of its own for what is none."""
+        return [chr(token_id) if token_id < 128 else f"<{token_id}>" for token_id in range(count)]
+
 
 class CheckpointTokenizer:
     """`tokenizer.json` of a checkpoint folder; `eos_token_id` from its config.json.
@@ -54,6 +58,10 @@ class CheckpointTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._backend.decode(list(token_ids))
         return text
+
+    def texts(self, count: int) -> list[str]:
+        """Of each of the first `count` tokens alone."""
+        return [self.decode([token_id]) for token_id in range(count)]
 
 
 def make_tokenizer(kind: str, vocab_size: int, folder: Path) -> ByteTokenizer | CheckpointTokenizer:

@@ -30,8 +30,10 @@ FEATURES: dict[str, frozenset[str]] = {
     for model, words in {
         "kimi_k3_tiny": "attributes buffers padding unit_padding experts numbered_experts consumed_experts e8m0 "
         "vectors fused draft",
-        "deepseek_v4_tiny": "attributes unit_padding experts numbered_experts consumed_experts e8m0 in_place fused "
-        "draft",
+        "deepseek_v4_tiny": "attributes unit_padding sink_padding experts numbered_experts consumed_experts e8m0 "
+        "in_place fused draft",
+        "deepseek_v41_tiny": "attributes padding unit_padding sink_padding shared_padding permuted experts "
+        "numbered_experts consumed_experts e8m0 in_place fused",
         "gpt_oss_tiny": "padding unit_padding experts kernel_object in_place e8m0 vectors fused",
         "qwen3_tiny": "attributes in_place fused tied",
         "qwen3_moe_tiny": "attributes padding experts numbered_experts in_place fused",
@@ -52,9 +54,9 @@ class About:
 
     kind: key of KINDS. reports: public reports that it stands for, `repository#number`, or words where no number is
     known. finding: diagnosis that must come first, or CRASH. via: kinds of loads in which it does something.
-    needs: features of the model (FEATURES), and of the layout: `tp`, `ep` (more than one rank), `kernel_layout` (a
-    kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded bytes do not stay as
-    they came). where: what it needs besides for one kind of load.
+    needs: features of the model (FEATURES), and of the layout: `tp`, `ep` (more than one rank), `stages` (more than one
+    of a pipeline), `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors),
+    `rearranged` (loaded bytes do not stay as they came). where: what it needs besides for one kind of load.
     """
 
     kind: str
@@ -75,10 +77,10 @@ class About:
         return f"there is no {missing[0]}" if missing else ""
 
 
-def features(model: str, tp: int, ep: int, moe_kernel: str) -> frozenset[str]:
+def features(model: str, tp: int, ep: int, moe_kernel: str, stages: int = 1) -> frozenset[str]:
     """What one of these models has on a layout."""
     found = set(FEATURES[model])
-    found |= {name for name, ranks in (("tp", tp), ("ep", ep)) if ranks > 1}
+    found |= {name for name, ranks in (("tp", tp), ("ep", ep), ("stages", stages)) if ranks > 1}
     if "consumed_experts" in found and moe_kernel == "mega_moe":
         found.add("kernel_layout")
     if found & {"kernel_layout", "kernel_object"}:

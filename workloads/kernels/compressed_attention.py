@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from workloads.kernels.linear import round_to_bf16
-from workloads.kernels.quantization import BLOCK, dequantize_mxfp4, quantize_mxfp4
+from workloads.kernels.quantization import (
+    BLOCK,
+    dequantize_mxfp4,
+    dequantize_nvfp4_blocks,
+    quantize_mxfp4,
+    quantize_nvfp4_blocks,
+)
 
 
 def pool(kv: Tensor, scores: Tensor) -> Tensor:
@@ -45,11 +51,42 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def through_fp4(x: Tensor) -> Tensor:
-    """x [..., K] rotated by `hadamard`, rounded to BF16, quantised to MXFP4 and decoded: BF16 [..., K], exact."""
-    rotated = round_to_bf16(hadamard(x)).to(torch.float32)
-    short = -rotated.shape[-1] % BLOCK
-    decoded = dequantize_mxfp4(*quantize_mxfp4(torch.nn.functional.pad(rotated, (0, short))))
+    """x [..., K] rotated by `hadamard`, rounded to BF16 and taken `through_mxfp4`: BF16 [..., K]."""
+    return through_mxfp4(round_to_bf16(hadamard(x)))
+
+
+def through_mxfp4(x: Tensor) -> Tensor:
+    """x BF16 [..., K] quantised to MXFP4 and decoded: BF16 [..., K], exact. The last group may be partial."""
+    short = -x.shape[-1] % BLOCK
+    decoded = dequantize_mxfp4(*quantize_mxfp4(torch.nn.functional.pad(x.to(torch.float32), (0, short))))
     return decoded[..., : x.shape[-1]].to(torch.bfloat16)
+
+
+def through_nvfp4(x: Tensor) -> Tensor:
+    """x BF16 [..., K], K a multiple of 16, quantised to NVFP4 without a global scale and decoded: BF16, exact."""
+    packed, scales = quantize_nvfp4_blocks(x, torch.ones((), device=x.device))
+    return dequantize_nvfp4_blocks(packed, scales).to(torch.bfloat16)
+
+
+def candidate_entries(scores: Tensor, visible: Tensor, blocks: int, size: int) -> Tensor:
+    """bool [T, E]: the visible entries in the `blocks` blocks of `size` that hold the highest scores, the earlier of
+    equals, and always in the block of the newest visible entry.
+
+    scores: float64 [T, E]. visible: bool [T, E], the first entries of each token. The first of two levels of choice,
+    so that later layers rank few entries.
+    """
+    entries = scores.shape[1]
+    if entries <= blocks * size:
+        return visible
+    masked = torch.nn.functional.pad(
+        scores.masked_fill(~visible, -torch.inf), (0, -entries % size), value=-torch.inf
+    )
+    best = torch.unflatten(masked, 1, (-1, size)).amax(dim=-1)
+    newest = (visible.sum(dim=1, keepdim=True) - 1) // size
+    best.masked_fill_(torch.arange(best.shape[1], device=best.device) == newest, torch.inf)
+    order = best.sort(dim=-1, descending=True, stable=True).indices[:, :blocks]
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, order, True)
+    return kept.repeat_interleave(size, dim=1)[:, :entries] & visible
 
 
 def index_scores(queries: Tensor, keys: Tensor, weights: Tensor) -> Tensor:

@@ -105,7 +105,9 @@ def encode_e2m1(x: Tensor) -> Tensor:
 def decode_e2m1(packed: Tensor) -> Tensor:
     """uint8 [..., K/2], low nibble = even column -> float64 [..., K]."""
     pairs = _E2M1_PAIRS.to(packed.device)
-    return pairs.index_select(0, packed.reshape(-1).to(torch.int32)).reshape(*packed.shape[:-1], -1)
+    return pairs.index_select(0, packed.reshape(-1).to(torch.int32)).reshape(
+        *packed.shape[:-1], 2 * packed.shape[-1]
+    )
 
 
 def quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:

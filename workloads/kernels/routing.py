@@ -22,7 +22,7 @@ def route_sigmoid_noaux(
 def route_sqrtsoftplus_noaux(
     router_logits: Tensor, bias: Tensor, top_k: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    """As `route_sigmoid_noaux`, with scores sqrt(ln(1 + e^logit)) (DeepSeek-V4)."""
+    """As `route_sigmoid_noaux`, with scores sqrt(ln(1 + e^logit)) (DeepSeek-V4). bias: [E], or [T, E] of each token."""
     _check_top_k(top_k, router_logits.shape[-1])
     return _route_by_bias(_sqrt_softplus(router_logits), bias, top_k, scaling)
 

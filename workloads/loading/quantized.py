@@ -5,7 +5,13 @@ from collections.abc import Callable
 import torch
 
 from workloads.kernels.fp8_blocks import quantize_fp8_blocks
-from workloads.kernels.quantization import BLOCK, quantize_fp8_tiles, quantize_mxfp4, quantize_nvfp4
+from workloads.kernels.quantization import (
+    BLOCK,
+    quantize_fp8_rows,
+    quantize_fp8_tiles,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 
 Pieces = dict[str, torch.Tensor]  # by the piece's name in the table
 
@@ -51,10 +57,24 @@ def _fp8_e8m0_block128(matrix: torch.Tensor) -> Pieces:
     return {"weight": q, "scale": scales.view(torch.float8_e8m0fnu)}
 
 
+def _fp8_e8m0_block32(matrix: torch.Tensor) -> Pieces:
+    """The same in blocks of 32 x 32, as DeepSeek-V4.1 has it."""
+    q, scales = quantize_fp8_blocks(matrix, BLOCK)
+    return {"weight": q, "scale": scales.view(torch.float8_e8m0fnu)}
+
+
+def _fp8_e8m0_rows32(matrix: torch.Tensor) -> Pieces:
+    """weight E4M3 [..., rows, columns]; scale E8M0 [..., rows, columns/32]: rows that are looked up one by one."""
+    q, scales = quantize_fp8_rows(matrix, BLOCK)
+    return {"weight": q, "scale": scales.view(torch.float8_e8m0fnu)}
+
+
 # Each takes float32 [..., rows, columns].
 FORMATS: dict[str, Callable[[torch.Tensor], Pieces]] = {
     "fp8_block128": _fp8_block128,
     "fp8_e8m0_block128": _fp8_e8m0_block128,
+    "fp8_e8m0_block32": _fp8_e8m0_block32,
+    "fp8_e8m0_rows32": _fp8_e8m0_rows32,
     "mxfp4_i8": _mxfp4_i8,
     "nvfp4": _nvfp4,
     "mxfp4": _mxfp4,

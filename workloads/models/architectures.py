@@ -11,6 +11,7 @@ from typing import Any, Protocol, cast
 
 from workloads.loading.tensor_table import Section
 from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v41.config import DeepseekV41Config
 from workloads.models.gpt_oss.config import GptOssConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.medusa.config import MedusaConfig
@@ -21,6 +22,7 @@ from workloads.models.qwen3.config import Qwen3Config
 
 ARCHITECTURES: dict[str, type] = {
     "deepseek_v4": DeepseekV4Config,
+    "deepseek_v41": DeepseekV41Config,
     "gpt_oss": GptOssConfig,
     "kimi_k3": KimiK3Config,
     "medusa": MedusaConfig,

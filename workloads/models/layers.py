@@ -47,7 +47,15 @@ def over_all_tokens(
     if not batch.tokens:  # so on every rank of the group
         return x
     gathered = all_gather_rows(group, _padded(x, batch.share))
-    summed = reduce_scatter_rows(group, _padded(sharded(gathered[: batch.tokens]), gathered.shape[0]))
+    return share_of_sum(group, batch, sharded(gathered[: batch.tokens]))
+
+
+def share_of_sum(group: Group, batch: Batch, partial: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of the sum over ranks of partial float64 [T, O], all tokens of the batch: BF16 [n, O], rounded
+    once. Collective unless the batch is empty."""
+    if not batch.tokens:
+        return round_to_bf16(partial)
+    summed = reduce_scatter_rows(group, _padded(partial, batch.share * group.size))
     return round_to_bf16(summed[: batch.local_tokens])
 
 

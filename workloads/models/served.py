@@ -1,7 +1,7 @@
 """What a family's models are built from, and what the engine asks of them when they serve."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -19,12 +19,14 @@ Cache = Any  # of one layer: a dataclass whose fields are tensors, one slot of e
 
 @dataclass(frozen=True)
 class Setting(Generic[Config]):
-    """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout."""
+    """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout.
+    vocabulary: gives the text of each token id; nothing where there is no tokenizer."""
 
     config: Config
     groups: RankGroups
     kernel: MoEKernel
     fused: bool
+    vocabulary: Callable[[], Sequence[str]] = tuple
 
 
 class Served(ModelRoot, ABC):

@@ -18,7 +18,7 @@ from workloads.models.deepseek_v4.compressor import (
     rounded_key,
     visible_groups,
 )
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 from workloads.models.fp8_linear import Fp8GroupedLinear, Fp8Linear, Fp8RowParallelLinear, replicated
 from workloads.models.layers import RMSNorm, Rows
 from workloads.models.parallel import Group
@@ -76,7 +76,7 @@ class AttentionSink(WeightModule):
 
     weight: torch.Tensor
 
-    def __init__(self, config: DeepseekV4Config, group: Group, source: str) -> None:
+    def __init__(self, config: Dimensions, group: Group, source: str) -> None:
         super().__init__()
         first, heads = group.share(config.num_heads, "num_heads")
         padded = -(-heads // config.kernel_head_multiple) * config.kernel_head_multiple
@@ -157,7 +157,7 @@ class CompressedAttention(nn.Module):
         self, piece: Segment, batch: Batch, tokens: _Tokens, cache: Any, table: torch.Tensor
     ) -> torch.Tensor:
         """Consecutive tokens of one request: write their keys, and attend. float64 [T, n, d], not rounded."""
-        keys, seen = self._windowed(piece, tokens.keys[piece.rows], cache.window)
+        keys, seen = windowed(piece, tokens.keys[piece.rows], cache.window)
         if self.compressor is not None and tokens.groups is not None:
             self.compressor.absorb(piece, _rows(tokens.groups, piece), table, cache.groups)
             chosen = visible_groups(piece, self.ratio, batch)
@@ -170,18 +170,18 @@ class CompressedAttention(nn.Module):
             seen = torch.cat([seen, chosen], dim=1)
         return sink_attention(tokens.q[piece.rows], keys, seen, self.attn_sink.weight[: self.heads])
 
-    def _windowed(
-        self, piece: Segment, own: torch.Tensor, window: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys BF16 [S, d] of the window before the piece and of the piece, and bool [T, S], which of them each token
-        sees. The piece's keys are left in the window."""
-        before = torch.arange(max(0, piece.start - self.window + 1), piece.start, device=own.device)
-        keys = torch.cat([window[piece.slot, before % self.window], own])
-        at = torch.arange(piece.start, piece.end, device=own.device)
-        distance = at.unsqueeze(1) - torch.cat([before, at])
-        kept = at[-self.window :]
-        window[piece.slot, kept % self.window] = own[-self.window :]
-        return keys, (distance >= 0) & (distance < self.window)
+
+def windowed(piece: Segment, own: torch.Tensor, window: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys BF16 [S, d] of the window before the piece and of the piece, and bool [T, S], which of them each token
+    sees. The piece's keys `own` are left in the window [slots, W, d]."""
+    width = window.shape[1]
+    before = torch.arange(max(0, piece.start - width + 1), piece.start, device=own.device)
+    keys = torch.cat([window[piece.slot, before % width], own])
+    at = torch.arange(piece.start, piece.end, device=own.device)
+    distance = at.unsqueeze(1) - torch.cat([before, at])
+    kept = at[-width:]
+    window[piece.slot, kept % width] = own[-width:]
+    return keys, (distance >= 0) & (distance < width)
 
 
 def _rows(pair: tuple[torch.Tensor, torch.Tensor], piece: Segment) -> tuple[torch.Tensor, torch.Tensor]:

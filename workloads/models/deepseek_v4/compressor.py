@@ -1,17 +1,18 @@
 """Groups of earlier tokens pooled into single keys: the compressor of a layer, and the indexer that chooses groups."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from workloads.kernels.compressed_attention import index_scores, overlapping, pool, through_fp4
-from workloads.kernels.fp8_blocks import through_fp8
+from workloads.kernels.fp8_blocks import BLOCK, through_fp8
 from workloads.kernels.interleaved_rope import rotate
 from workloads.kernels.linear import linear_partial
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
 from workloads.models.batch import Batch, Segment
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 from workloads.models.fp8_linear import replicated
 from workloads.models.layers import ReplicatedLinear, RMSNorm, Rows
 
@@ -125,18 +126,21 @@ class Compressor(WeightModule):
         return overlapping(groups)
 
 
-class Indexer(nn.Module):
-    """Scores every finished group for every token, with keys from a compressor of its own."""
+class IndexQueries(nn.Module):
+    """Scores finished groups for every token. rounded: queries as they meet keys, through FP4."""
 
-    def __init__(self, config: DeepseekV4Config, ratio: int, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Dimensions,
+        prefix: str,
+        rounded: Callable[[torch.Tensor], torch.Tensor],
+        block: int = BLOCK,
+    ) -> None:
         super().__init__()
-        self.heads, self.dim = config.index_num_heads, config.index_head_dim
-        self.wq_b = replicated(config.q_lora_rank, (f"{prefix}wq_b", self.heads * self.dim))
+        self.heads, self.dim, self.rounded = config.index_num_heads, config.index_head_dim, rounded
+        self.wq_b = replicated(config.q_lora_rank, (f"{prefix}wq_b", self.heads * self.dim), block=block)
         weights = Rows(f"{prefix}weights_proj.weight", self.heads)
         self.weights_proj = ReplicatedLinear(config.hidden_size, [weights])
-        self.compressor = Compressor(
-            config, ratio, self.dim, overlap=True, rotated=True, prefix=f"{prefix}compressor."
-        )
 
     def queries(
         self, x: torch.Tensor, latent: torch.Tensor, cos_sin: torch.Tensor
@@ -144,7 +148,7 @@ class Indexer(nn.Module):
         """x BF16 [T, H], latent BF16 [T, q_lora_rank], cos_sin FP32 [T, 2, rope/2] -> queries BF16 [T, heads, dim] in
         FP4, weights of the heads BF16 [T, heads]."""
         q = self.wq_b(latent).view(len(latent), self.heads, self.dim)
-        return through_fp4(rotate(q, cos_sin)), self.weights_proj(x)
+        return self.rounded(rotate(q, cos_sin)), self.weights_proj(x)
 
     def scores(
         self, queries: tuple[torch.Tensor, torch.Tensor], rows: slice, keys: torch.Tensor
@@ -152,6 +156,16 @@ class Indexer(nn.Module):
         """float64 [T, E] of the tokens in `rows` for keys BF16 [E, dim]."""
         q, weights = queries
         return index_scores(q[rows], keys, weights[rows])
+
+
+class Indexer(IndexQueries):
+    """With keys of every finished group, from a compressor of its own."""
+
+    def __init__(self, config: DeepseekV4Config, ratio: int, prefix: str) -> None:
+        super().__init__(config, prefix, through_fp4)
+        self.compressor = Compressor(
+            config, ratio, self.dim, overlap=True, rotated=True, prefix=f"{prefix}compressor."
+        )
 
 
 def visible_groups(piece: Segment, ratio: int, batch: Batch) -> torch.Tensor:

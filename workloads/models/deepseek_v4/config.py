@@ -1,6 +1,7 @@
 """Dimensions of a DeepSeek-V4 stack, full size or proxy. Imports no torch: the planner reads it too."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
@@ -74,3 +75,34 @@ class DeepseekV4Config:
 
 
 OVERLAPPING = 4  # the compress ratio whose groups overlap
+
+
+class Dimensions(Protocol):
+    """What DeepSeek-V4 and its successors have in common, by the names of `DeepseekV4Config`."""
+
+    hidden_size: int
+    rms_norm_eps: float
+    num_heads: int
+    kernel_head_multiple: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    index_num_heads: int
+    index_head_dim: int
+    rope_theta: float
+    compress_rope_theta: float
+    rope_factor: float
+    rope_original_positions: int
+    rope_beta_fast: float
+    rope_beta_slow: float
+    max_position_embeddings: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    moe_intermediate_size: int
+    expert_quantization: str
+
+    @property
+    def shared_intermediate_size(self) -> int: ...

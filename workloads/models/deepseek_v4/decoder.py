@@ -7,7 +7,7 @@ from workloads.kernels.interleaved_rope import Yarn, cos_sin_table, deepseek_fre
 from workloads.kernels.mhc import mhc_collapse, mhc_expand
 from workloads.models.batch import Batch
 from workloads.models.deepseek_v4.attention import CompressedAttention, WindowCache
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 from workloads.models.deepseek_v4.mhc import HyperConnection
 from workloads.models.deepseek_v4.moe import MoE
 from workloads.models.layers import RMSNorm, over_all_tokens
@@ -21,7 +21,7 @@ class RotaryTable(nn.Module):
 
     cos_sin_cache: torch.Tensor
 
-    def __init__(self, config: DeepseekV4Config, compressed: bool) -> None:
+    def __init__(self, config: Dimensions, compressed: bool) -> None:
         super().__init__()
         yarn = Yarn(
             config.rope_factor,
@@ -83,7 +83,7 @@ class DecoderLayer(nn.Module):
 class RotaryTables(nn.Module):
     """Of the layers that compress and of those that do not."""
 
-    def __init__(self, config: DeepseekV4Config) -> None:
+    def __init__(self, config: Dimensions) -> None:
         super().__init__()
         self.positions = config.max_position_embeddings
         self.plain = RotaryTable(config, compressed=False)
@@ -96,6 +96,6 @@ class RotaryTables(nn.Module):
         """ValueError when requests may grow longer than the tables."""
         if positions > self.positions:
             raise ValueError(
-                f"backend.max_model_len is {positions} and model.deepseek_v4.max_position_embeddings "
-                f"{self.positions}: the rotation tables end there; lower the one or raise the other."
+                f"backend.max_model_len is {positions} and the model's max_position_embeddings {self.positions}: the "
+                "rotation tables end there; lower the one or raise the other."
             )

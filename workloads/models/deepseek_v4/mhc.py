@@ -12,7 +12,7 @@ from workloads.kernels.mhc import (
     mhc_mix_broadcast,
 )
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import Dimensions
 
 
 class _Mixer(WeightModule):
@@ -22,7 +22,7 @@ class _Mixer(WeightModule):
     scale: torch.Tensor
     base: torch.Tensor
 
-    def __init__(self, config: DeepseekV4Config, rows: int, scales: int, stem: str) -> None:
+    def __init__(self, config: Dimensions, rows: int, scales: int, stem: str) -> None:
         super().__init__()
         self.copies = config.hc_mult
         self.limits = MixLimits(config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters)
@@ -42,7 +42,7 @@ class HyperConnection(_Mixer):
     Derived there, by the model's hook: `hc_attn_fn_broadcast` FP32 [(2+c)*c, H], `fn` summed over the copies.
     """
 
-    def __init__(self, config: DeepseekV4Config, stem: str, equal_copies: bool = False) -> None:
+    def __init__(self, config: Dimensions, stem: str, equal_copies: bool = False) -> None:
         copies = config.hc_mult
         super().__init__(config, (2 + copies) * copies, 3, stem)
         self.equal_copies = equal_copies
@@ -70,7 +70,7 @@ class HyperConnection(_Mixer):
 class HyperHead(_Mixer):
     """The copies in one."""
 
-    def __init__(self, config: DeepseekV4Config, stem: str) -> None:
+    def __init__(self, config: Dimensions, stem: str) -> None:
         super().__init__(config, config.hc_mult, 1, stem)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,14 @@ import torch
 from torch import nn
 
 from workloads.kernels.activations import SwigluParameters
+from workloads.kernels.fp8_blocks import BLOCK as FP8_BLOCK
 from workloads.kernels.linear import linear_partial
 from workloads.kernels.moe import MoEKernel
 from workloads.kernels.quantization import BLOCK
 from workloads.kernels.routing import route_hashed, route_sqrtsoftplus_noaux
 from workloads.kernels.shared_expert import SharedWeights
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 from workloads.models.experts import ExpertTensors, RoutedExperts
 from workloads.models.fp8_linear import replicated
 from workloads.models.layers import vector
@@ -64,15 +65,25 @@ class SharedExperts(nn.Module):
     """Two FP8 matrices that every rank holds whole. A kernel with a layout of its own computes them beside the routed
     experts; then `fuse`, from the model's hook, brings them there: w13 and both scales as copies, w2 as an alias.
 
-    Its result does not depend on whether the layers have packed their scales before.
+    Its result does not depend on whether the layers have packed their scales before. multiple: to which the kernel
+    needs the size between the matrices padded, with zero weights and unit scales.
     """
 
-    def __init__(self, config: DeepseekV4Config, kernel: MoEKernel, fused: bool, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Dimensions,
+        kernel: MoEKernel,
+        fused: bool,
+        prefix: str,
+        block: int = FP8_BLOCK,
+        multiple: int = 1,
+    ) -> None:
         super().__init__()
         self.kernel, self.fused = kernel, fused
         hidden, inner = config.hidden_size, config.shared_intermediate_size
-        self.gate_up_proj = replicated(hidden, (f"{prefix}w1", inner), (f"{prefix}w3", inner))
-        self.down_proj = replicated(inner, (f"{prefix}w2", hidden))
+        gate, up = (f"{prefix}w1", inner), (f"{prefix}w3", inner)
+        self.gate_up_proj = replicated(hidden, gate, up, block=block, multiples=(multiple, 1))
+        self.down_proj = replicated(inner, (f"{prefix}w2", hidden), block=block, multiples=(1, multiple))
         self._shared_l1_weights: _Pair | None = None
         self._shared_l2_weights: _Pair | None = None
 

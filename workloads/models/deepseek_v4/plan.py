@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from workloads.loading.tensor_table import COLUMN, MXFP4_GROUP, ROW, TensorSpec, counted
 from workloads.models.deepseek_v4.config import OVERLAPPING, DeepseekV4Config
-from workloads.models.deepseek_v4.tensors import FP8, FP8_BLOCK, sections
+from workloads.models.deepseek_v4.tensors import FP8_BLOCK, sections
 from workloads.models.media import slot_problems
 from workloads.models.planning import Experts, Load, Part
 
@@ -112,7 +112,7 @@ def experts(c: DeepseekV4Config) -> Experts:
 def derived(c: DeepseekV4Config, tp: int) -> list[Part]:
     """Scales of FP8 matrices by row; the shared experts' copy in the kernel's layout (w2 is an alias) with scales for
     every 32 columns; rotation tables; the first layer's projection of one copy."""
-    packed = sum(_packed_scales(spec, tp) * copies for spec, copies in counted(sections(c)))
+    packed = sum(packed_scales(spec, tp) * copies for spec, copies in counted(sections(c)))
     inner, hidden = c.shared_intermediate_size, c.hidden_size
     layers = c.num_layers + c.num_mtp_layers
     shared = layers * (2 * inner * hidden + 3 * inner * hidden // MXFP4_GROUP)
@@ -127,17 +127,17 @@ def derived(c: DeepseekV4Config, tp: int) -> list[Part]:
     ]
 
 
-def _packed_scales(spec: TensorSpec, tp: int) -> int:
+def packed_scales(spec: TensorSpec, tp: int, block: int = FP8_BLOCK) -> int:
     """Bytes of what one rank packs for a matrix, 0 for other tensors and for routed experts."""
     q = spec.quantized
-    if q is None or q.format != FP8 or q.piece != "weight" or ".experts." in spec.name:
+    if q is None or q.format != f"fp8_e8m0_block{block}" or q.piece != "weight" or ".experts." in spec.name:
         return 0
     rows, columns = q.shape
     rows, columns = (
         (rows // tp if spec.shard == COLUMN else rows),
         (columns // tp if spec.shard == ROW else columns),
     )
-    return rows * -(-columns // (4 * FP8_BLOCK)) * 4
+    return rows * -(-columns // (4 * block)) * 4
 
 
 def caches(c: DeepseekV4Config, load: Load, tp: int) -> list[Part]:

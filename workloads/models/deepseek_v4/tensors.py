@@ -19,12 +19,12 @@ from workloads.loading.tensor_table import (
     Shard,
     specs,
 )
-from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 
 NOT_LOADED = ("vision.",)  # the tower, whose output `workloads.models.tower` stands in for
 ALIGNER = "aligner."
 FP8_BLOCK = 128
-FP8 = "fp8_e8m0_block128"
+FP8 = f"fp8_e8m0_block{FP8_BLOCK}"
 
 
 def sections(c: DeepseekV4Config) -> Iterator[Section]:
@@ -33,13 +33,13 @@ def sections(c: DeepseekV4Config) -> Iterator[Section]:
     yield Section(specs("", "embedding", [Row("embed.weight", vocab, VOCAB)]), [])
     for layer in range(c.num_layers):
         yield _layer(c, layer, f"layers.{layer}.")
-    tail = specs("", "hyper_connections", _hc_head(c)) + specs("", "norms", [_norm("norm", c.hidden_size)])
+    tail = specs("", "hyper_connections", _hc_head(c)) + specs("", "norms", [norm("norm", c.hidden_size)])
     yield Section(tail + specs("", "head", [Row("head.weight", vocab, VOCAB)]), [])
     for block in range(c.num_mtp_layers):
         yield _mtp(c, block)
     if c.vision:
         width = c.vision_hidden_size
-        rows = [_norm("norm", width), Row("proj.weight", (c.hidden_size, width))]
+        rows = [norm("norm", width), Row("proj.weight", (c.hidden_size, width))]
         yield Section(specs(ALIGNER, "vision", rows), [])
 
 
@@ -47,15 +47,15 @@ def _layer(c: DeepseekV4Config, layer: int, prefix: str, component: str | None =
     """A decoder layer. component: what all of it counts as; by default each part counts by itself."""
     h = c.hidden_size
     parts = {
-        "norms": [_norm("attn_norm", h), _norm("ffn_norm", h)],
-        "hyper_connections": [*_hc(c, "hc_attn"), *_hc(c, "hc_ffn")],
-        "attention": _attention(c),
+        "norms": [norm("attn_norm", h), norm("ffn_norm", h)],
+        "hyper_connections": [*hyper_connection(c, "hc_attn"), *hyper_connection(c, "hc_ffn")],
+        "attention": attention(c),
         "compressors": _compressors(c, layer),
         "router": _router(c, layer),
-        "shared_experts": _mlp(c),
+        "shared_experts": shared_experts(c),
     }
     plain = [spec for name, rows in parts.items() for spec in specs(prefix, component or name, rows)]
-    return Section(plain, specs(prefix, component or "routed_experts", _expert(c)), c.num_experts)
+    return Section(plain, specs(prefix, component or "routed_experts", expert(c)), c.num_experts)
 
 
 def _mtp(c: DeepseekV4Config, block: int) -> Section:
@@ -65,27 +65,28 @@ def _mtp(c: DeepseekV4Config, block: int) -> Section:
     rows = [
         *fp8("e_proj", h, h),
         *fp8("h_proj", h, h),
-        *(_norm(name, h) for name in ("enorm", "hnorm", "norm")),
+        *(norm(name, h) for name in ("enorm", "hnorm", "norm")),
         *_hc_head(c),
     ]
     return Section(specs(prefix, "mtp", rows) + layer.plain, layer.templates, layer.experts)
 
 
-def fp8(stem: str, rows: int, columns: int, shard: Shard = REPLICATED) -> list[Row]:
+def fp8(stem: str, rows: int, columns: int, shard: Shard = REPLICATED, block: int = FP8_BLOCK) -> list[Row]:
     """A matrix in FP8 with its scales."""
-    weight, scale = (Quantized(FP8, piece, stem, (rows, columns)) for piece in ("weight", "scale"))
-    blocks = -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK)
+    form = f"fp8_e8m0_block{block}"
+    weight, scale = (Quantized(form, piece, stem, (rows, columns)) for piece in ("weight", "scale"))
+    blocks = -(-rows // block), -(-columns // block)
     return [
         Row(f"{stem}.weight", (rows, columns), shard, "F8_E4M3", quantized=weight),
         Row(f"{stem}.scale", blocks, shard, "F8_E8M0", quantized=scale),
     ]
 
 
-def _norm(name: str, size: int) -> Row:
+def norm(name: str, size: int) -> Row:
     return Row(f"{name}.weight", (size,))
 
 
-def _hc(c: DeepseekV4Config, stem: str) -> list[Row]:
+def hyper_connection(c: Dimensions, stem: str) -> list[Row]:
     """Of one sublayer: projection of all copies to the coefficients, their scales and offsets."""
     mixes = (2 + c.hc_mult) * c.hc_mult
     return _float_rows(stem, (mixes, c.hc_mult * c.hidden_size), 3)
@@ -100,16 +101,17 @@ def _float_rows(stem: str, shape: tuple[int, int], scales: int) -> list[Row]:
     return [Row(f"{stem}_{name}", size, REPLICATED, "F32") for name, size in sizes.items()]
 
 
-def _attention(c: DeepseekV4Config) -> list[Row]:
+def attention(c: Dimensions, block: int = FP8_BLOCK) -> list[Row]:
+    """What every layer has, whether it compresses or not."""
     h, width, ranks = c.hidden_size, c.num_heads * c.head_dim, c.o_groups * c.o_lora_rank
     return [
-        *fp8("attn.wq_a", c.q_lora_rank, h),
-        _norm("attn.q_norm", c.q_lora_rank),
-        *fp8("attn.wq_b", width, c.q_lora_rank, COLUMN),
-        *fp8("attn.wkv", c.head_dim, h),
-        _norm("attn.kv_norm", c.head_dim),
-        *fp8("attn.wo_a", ranks, width // c.o_groups, COLUMN),
-        *fp8("attn.wo_b", h, ranks, ROW),
+        *fp8("attn.wq_a", c.q_lora_rank, h, block=block),
+        norm("attn.q_norm", c.q_lora_rank),
+        *fp8("attn.wq_b", width, c.q_lora_rank, COLUMN, block),
+        *fp8("attn.wkv", c.head_dim, h, block=block),
+        norm("attn.kv_norm", c.head_dim),
+        *fp8("attn.wo_a", ranks, width // c.o_groups, COLUMN, block),
+        *fp8("attn.wo_b", h, ranks, ROW, block),
         Row("attn.attn_sink", (c.num_heads,), COLUMN, "F32"),
     ]
 
@@ -139,7 +141,7 @@ def _compressor(
     return [
         Row(f"{base}wkv.weight", (width, c.hidden_size)),
         Row(f"{base}wgate.weight", (width, c.hidden_size)),
-        _norm(f"{base}norm", width // (candidates // (ratio or candidates))),
+        norm(f"{base}norm", width // (candidates // (ratio or candidates))),
         Row(f"{base}ape", (ratio or candidates, width), REPLICATED, "F32"),
     ]
 
@@ -152,13 +154,14 @@ def _router(c: DeepseekV4Config, layer: int) -> list[Row]:
     return [gate, Row("ffn.gate.bias", (c.num_experts,), REPLICATED, "F32")]
 
 
-def _mlp(c: DeepseekV4Config) -> list[Row]:
+def shared_experts(c: Dimensions, block: int = FP8_BLOCK) -> list[Row]:
     """The shared experts: w1 gate, w2 down, w3 up."""
     h, inner, stem = c.hidden_size, c.shared_intermediate_size, "ffn.shared_experts."
-    return [*fp8(f"{stem}w1", inner, h), *fp8(f"{stem}w2", h, inner), *fp8(f"{stem}w3", inner, h)]
+    shapes = {"w1": (inner, h), "w2": (h, inner), "w3": (inner, h)}
+    return [row for name, shape in shapes.items() for row in fp8(stem + name, *shape, block=block)]
 
 
-def _expert(c: DeepseekV4Config) -> list[Row]:
+def expert(c: Dimensions) -> list[Row]:
     """Tensors of one routed expert: w1 gate, w2 down, w3 up."""
     h, inner, rows = c.hidden_size, c.moe_intermediate_size, []
     for name, (out, width) in {"w1": (inner, h), "w2": (h, inner), "w3": (inner, h)}.items():
