@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.judge.attempt import timeline
 from orchestrator.judge.sentences import rank_list
-from orchestrator.report.script_parts import Json, arguments, environment, weights
+from orchestrator.report.script_parts import TRANSFER, Json, arguments, environment, weights
 from orchestrator.report.start_script import start_script
 
 FAILED = ("FAIL", "ERROR")
@@ -26,7 +26,7 @@ _SHOWN = frozenset(
     }
 )  # fmt: skip
 _STARTS = {"safetensors": "safetensors", "dummy": "dummy"}
-_UPDATES = ("reload", "iterator")
+_UPDATES = ("reload", "iterator", "transfer")
 _PLAIN = re.compile(
     r"(target|draft):(\w+(?:\.\w+)*)"
 )  # what attributes lead to; not into closures and kernels
@@ -41,7 +41,7 @@ os.environ.update($environment)
 import torch
 from safetensors.torch import load_file
 from vllm import LLM, SamplingParams
-NAMES = $names
+${transfer}NAMES = $names
 class Probe:
     def repro_probe(self, names):
         return {name: self.repro_read(name) for name in names}
@@ -158,13 +158,16 @@ def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
     fingerprints = " ".join(finding["detail"].partition(" E.g. ")[2].split())
     where = f"{finding['code']}, {rank_list(finding['ranks'])}, {finding['path'] or 'generations'}"
     loaded = dict.fromkeys(step["checkpoint"] for step in steps)
+    transfers = any(step["via"] == "transfer" for step in steps)
+    told = arguments(cell) | ({"weight_transfer_config": {"backend": "repro"}} if transfers else {})
     return _SCRIPT.substitute(
         found=f"{where}{'; ' + fingerprints if fingerprints else ''}",
         weights="\n".join(weights(cell, list(loaded), dirs)),
         environment=repr(environment(cell)),
         names=repr(names),
         model=_MODEL[root],
-        arguments=repr(arguments(cell)),
+        arguments=repr(told),
+        transfer=TRANSFER if transfers else "",
         start=repr(dirs[steps[0]["checkpoint"]]),
         load_format=repr(_STARTS[steps[0]["via"]]),
         updates=repr([call for step in steps[1:] for call in _calls(step["via"], dirs[step["checkpoint"]])]),
@@ -175,6 +178,13 @@ def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
 def _calls(via: str, folder: str) -> list[tuple[str, dict[str, Any]]]:
     if via == "iterator":
         return [("repro_iterate", {"folder": folder})]
+    if via == "transfer":
+        return [
+            ("init_weight_transfer_engine", {"init_info": {}}),
+            ("start_weight_update", {}),
+            ("update_weights", {"update_info": {"folder": folder}}),
+            ("finish_weight_update", {}),
+        ]
     # After a dummy start the loader would make random weights again.
     from_files = {"overrides": {"load_config": {"load_format": "auto"}}}
     return [("update_config", from_files), ("reload_weights", {"weights_path": folder})]

@@ -7,6 +7,31 @@ from typing import Any
 
 Json = Mapping[str, Any]
 
+#: A weight transfer engine of a script's own, whose wire is a folder: the session around it is vLLM's, and so are the
+#: loaders. It stands for the transports that need GPUs.
+TRANSFER = """\
+from dataclasses import dataclass
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+@dataclass
+class Nothing: pass
+@dataclass
+class Folder: folder: str
+class Transport(WeightTransferEngine):
+    init_info_cls, update_info_cls = Nothing, Folder
+    def init_transfer_engine(self, init_info): pass
+    def start_weight_update(self): initialize_layerwise_reload(self.model)
+    def update_weights(self, update_info): self.receive_weights(self.parse_update_info(update_info))
+    def receive_weights(self, update_info):
+        for file in sorted(glob.glob(update_info.folder + "/*.safetensors")):
+            self.model.load_weights(load_file(file).items())
+    def finish_weight_update(self): finalize_layerwise_reload(self.model, self.model_config)
+    def shutdown(self): pass
+if __name__ == "repro":  # in a worker, once
+    WeightTransferEngineFactory.register_engine("repro", Transport)
+"""
+
 
 def environment(cell: Json) -> dict[str, str]:
     backend, tp = cell["backend"], cell["parallelism"]["tp"]

@@ -83,11 +83,11 @@ def script(found: tuple[Json, Json, Path]) -> str:
     return told["script"]
 
 
-@pytest.mark.parametrize("via", ["reload", "iterator"])
-def test_the_script_repeats_the_steps(tmp_path: Path, via: str) -> None:
+@pytest.mark.parametrize(("via", "lines"), [("reload", 45), ("iterator", 45), ("transfer", 65)])
+def test_the_script_repeats_the_steps(tmp_path: Path, via: str, lines: int) -> None:
     text = script(failed(tmp_path, updates=via))
     ast.parse(text)
-    assert len(text.splitlines()) <= 45
+    assert len(text.splitlines()) <= lines
     assert "import workloads" not in text
     assert f"stale, ranks 0-3, {fx.NORM}" in text
     assert "now " in text.splitlines()[0]
@@ -98,6 +98,8 @@ def test_the_script_repeats_the_steps(tmp_path: Path, via: str) -> None:
     assert "state('/store/new', \"safetensors\", [])" in text
     assert ("'repro_iterate', {'folder': '/store/new'}" in text) == (via == "iterator")
     assert ("'reload_weights', {'weights_path': '/store/new'}" in text) == (via == "reload")
+    sent = "('update_weights', {'update_info': {'folder': '/store/new'}}), ('finish_weight_update', {})"
+    assert (sent in text) == ("'weight_transfer_config': {'backend': 'repro'}" in text) == (via == "transfer")
 
 
 def test_the_script_says_how_weights_are_made(tmp_path: Path) -> None:
@@ -130,10 +132,12 @@ def test_what_no_attribute_leads_to_is_seen_by_its_answers(tmp_path: Path, path:
     assert "NAMES = []" in text
 
 
-@pytest.mark.parametrize("why", ["transfer", "sleep", "coverage", "lost", "draft"])
+@pytest.mark.parametrize("why", ["attach", "sleep", "coverage", "lost", "draft"])
 def test_where_there_is_no_script_the_reason_is_told(tmp_path: Path, why: str) -> None:
-    cell, judged, attempt = failed(tmp_path, updates="transfer" if why == "transfer" else "reload")
-    if why == "sleep":
+    cell, judged, attempt = failed(tmp_path)
+    if why == "attach":
+        cell["load_path"]["steps"][0]["via"] = "attach"
+    elif why == "sleep":
         cell["load_path"]["steps"].insert(
             2, {"do": "sleep", "name": "", "checkpoint": "", "via": "", "collect": []}
         )
