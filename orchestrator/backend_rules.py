@@ -168,6 +168,11 @@ def _address(url: str) -> Problems:
 
 def _layout(root: Root) -> Problems:
     p, b = root.parallelism, root.backend
+    if p.pp > 1:
+        yield (
+            f"parallelism.pp is {p.pp} and backend.engine is vllm: its pipeline stages are not audited here, so the "
+            "engine is not started with any; set parallelism.pp=1, or backend=native."
+        )
     if p.tp >= 1 and p.gpus_per_node % p.tp:
         yield (
             f"parallelism.gpus_per_node is {p.gpus_per_node} and tp is {p.tp}: the tensor-parallel ranks of a replica "

@@ -24,11 +24,12 @@ _CRASHES = ("rank_failed", "unusable")
 
 
 #: Where faults are injected, the cheapest first: one rank; two that divide everything; two that deal experts out, with
-#: the kernel that consumes them.
+#: the kernel that consumes them; two that divide the layers.
 LAYOUTS = (
     ("parallelism=single", "backend=native_reference"),
     ("parallelism=tp2_ep1", "backend=native_reference"),
     ("parallelism=tp2", "backend=native"),
+    ("parallelism=pp2", "backend=native_reference"),
 )
 
 
@@ -102,7 +103,8 @@ def _features(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -
     root = _composed([*layout, *overrides, f"model={model}"])
     if any(problems(root)):
         return None
-    return features(model, root.parallelism.tp, root.parallelism.ep, root.backend.moe_kernel)
+    ranks = root.parallelism
+    return features(model, ranks.tp, ranks.ep, root.backend.moe_kernel, ranks.pp)
 
 
 def _composed(words: Sequence[str]) -> Root:

@@ -10,6 +10,7 @@ from orchestrator.schema import Root
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts, Load, Part
+from workloads.models.stages import STAGED, stage_layers
 from workloads.spec import Backend, Parallelism, Step
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
@@ -23,14 +24,25 @@ RESERVE_BYTES = {"cuda": 6_000_000_000, "cpu": 200_000_000}
 
 
 def memory_parts(root: Root) -> list[Part]:
-    """Everything that one rank of a native engine holds at its fullest moment, largest weights first."""
-    dimensions, layout, backend = dimensions_of(root), root.parallelism, root.backend
+    """Everything that one rank of a native engine holds at its fullest moment, largest weights first; of the pipeline
+    stages, in the one that needs most."""
+    return _parts_of_stage(root, fullest_stage(root))
+
+
+def fullest_stage(root: Root) -> int:
+    """The pipeline stage that needs most memory, the first of them."""
+    return max(range(root.parallelism.pp), key=lambda stage: total(_parts_of_stage(root, stage)))
+
+
+def _parts_of_stage(root: Root, stage: int) -> list[Part]:
+    dimensions, layout, backend = _stage_dimensions(root, stage), root.parallelism, root.backend
     plan = model_plan(root.model.architecture)
-    experts = plan.experts(dimensions)
-    parts = _weights(root, experts)
+    experts = _stage_experts(root, stage)
+    parts = _weights(root, experts, stage)
     if experts is not None:
         parts += _expert_padding(experts, layout, backend)
-    parts += plan.derived(dimensions, layout.tp)
+    elsewhere = STAGED[root.model.architecture].derived_first if stage else ()
+    parts += [part for part in plan.derived(dimensions, layout.tp) if part.name not in elsewhere]
     if experts is not None and backend.moe_kernel == "mega_moe":
         parts += [*_symmetric_buffer(experts, layout, backend), _finalise_peak(experts, layout, backend)]
     load = Load(backend.max_requests, backend.max_requests * backend.max_model_len)
@@ -45,9 +57,24 @@ def dimensions_of(root: Root) -> Any:
     return getattr(root.model, root.model.architecture)
 
 
+def _stage_dimensions(root: Root, stage: int) -> Any:
+    """Of a model that has the layers of one pipeline stage only."""
+    whole, stages = dimensions_of(root), root.parallelism.pp
+    if stages == 1:
+        return whole
+    layers = stage_layers(whole.num_layers, stages, stage)
+    return STAGED[root.model.architecture].part(whole, layers, stage == stages - 1)
+
+
+def _stage_experts(root: Root, stage: int) -> Experts | None:
+    """The routed experts of a stage; None where none of its layers has any."""
+    experts = model_plan(root.model.architecture).experts(_stage_dimensions(root, stage))
+    return experts if experts is not None and experts.layers else None
+
+
 def weight_bytes(root: Root) -> int:
     """Of a whole checkpoint."""
-    return sum(_components(root.model.architecture, dimensions_of(root), 1, 1).values())
+    return sum(_components(root, 1, 1).values())
 
 
 def total(parts: list[Part], *kinds: str) -> int:
@@ -63,8 +90,12 @@ def update_bytes(root: Root) -> int:
     Expert by expert: one expert. Tensors that come neither layer by layer nor in the order of the model open layers
     before others are closed: up to all layers are open then.
     """
-    experts = model_plan(root.model.architecture).experts(dimensions_of(root))
-    if experts is None or root.backend.moe_kernel != "mega_moe":
+    each = (_stage_experts(root, stage) for stage in range(root.parallelism.pp))
+    return max((_update_bytes(root, experts) for experts in each if experts is not None), default=0)
+
+
+def _update_bytes(root: Root, experts: Experts) -> int:
+    if root.backend.moe_kernel != "mega_moe":
         return 0
     w13, w13_scale, w2, w2_scale = _expert_tensors(experts, root.parallelism, root.backend)
     layer = w13 + w13_scale + w2 + w2_scale
@@ -93,10 +124,10 @@ def padded_intermediate(experts: Experts, backend: Backend) -> int:
     return ceil(experts.intermediate / multiple) * multiple
 
 
-def _weights(root: Root, experts: Experts | None) -> list[Part]:
+def _weights(root: Root, experts: Experts | None, stage: int) -> list[Part]:
     layout, names = root.parallelism, model_plan(root.model.architecture).COMPONENTS
-    by_component = _components(root.model.architecture, dimensions_of(root), layout.tp, layout.ep)
-    whole = _components(root.model.architecture, dimensions_of(root), 1, layout.ep)
+    by_component = _components(root, layout.tp, layout.ep, stage)
+    whole = _components(root, 1, layout.ep, stage)
     basis = {name: _split(nbytes, whole[name], layout.tp) for name, nbytes in by_component.items()}
     if experts is not None:
         divided = f", split over TP{layout.tp}" if experts.padding and layout.ep == 1 < layout.tp else ""
@@ -113,13 +144,20 @@ def _split(local: int, whole: int, tp: int) -> str:
     return f"split over TP{tp}" if 2 * local <= whole else f"partly split over TP{tp}"
 
 
-_COMPONENTS: dict[tuple[str, int, int], dict[str, int]] = {}  # a sweep asks for few models thousands of times
+# A sweep asks for few models thousands of times.
+_COMPONENTS: dict[tuple[str, int, int, int, int | None], dict[str, int]] = {}
 
 
-def _components(architecture: str, dimensions: Any, tp: int, ep: int) -> dict[str, int]:
-    key = repr(dimensions), tp, ep
+def _components(root: Root, tp: int, ep: int, stage: int | None = None) -> dict[str, int]:
+    """Bytes by component of what one rank of a pipeline stage holds; None: of the whole model, whatever the stages."""
+    architecture, dimensions = root.model.architecture, dimensions_of(root)
+    stages = 1 if stage is None else root.parallelism.pp
+    key = repr(dimensions), tp, ep, stages, stage
     if key not in _COMPONENTS:
-        _COMPONENTS[key] = bytes_by_component(tensor_table(architecture).sections(dimensions), tp, ep)
+        sections = tensor_table(architecture).sections(dimensions)
+        if stages > 1 and stage is not None:
+            sections = STAGED[architecture].sections(dimensions, sections, stages, stage)
+        _COMPONENTS[key] = bytes_by_component(sections, tp, ep)
     return _COMPONENTS[key]
 
 

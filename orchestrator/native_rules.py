@@ -11,6 +11,7 @@ from orchestrator.schema import Root
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts
+from workloads.models.stages import STAGED
 
 MAX_PER_TOKEN = 32  # experts that MegaMoE dispatches a token to
 
@@ -42,6 +43,25 @@ def _layout(root: Root) -> Problems:
         key = f"{_key(root, experts.keys['count'])} {experts.count}"
         yield from divides("parallelism.ep", p.ep, key, experts.count)
         yield from _blocks(root, experts)
+
+
+def _stages(root: Root) -> Problems:
+    """Which families can be divided into pipeline stages, and into how many."""
+    pp, name, dimensions = root.parallelism.pp, root.model.architecture, dimensions_of(root)
+    if pp == 1:
+        return
+    if name not in STAGED:
+        yield (
+            f"parallelism.pp is {pp} and model.architecture is {name}: the native engine divides the layers of "
+            f"{', '.join(STAGED)} into pipeline stages, of no other family; set parallelism.pp=1."
+        )
+        return
+    if pp > dimensions.num_layers:
+        yield (
+            f"parallelism.pp is {pp} and {_key(root, 'num_layers')} {dimensions.num_layers}: every stage "
+            f"needs a layer, so lower pp to {dimensions.num_layers} or less."
+        )
+    yield from STAGED[name].problems(dimensions)
 
 
 def _blocks(root: Root, experts: Experts) -> Problems:
@@ -124,6 +144,7 @@ def _perturbations(root: Root) -> Problems:
 _RULES: tuple[Callable[[Root], Problems], ...] = (
     _positive,
     _layout,
+    _stages,
     _dimensions,
     _mega_moe,
     _perturbations,

@@ -25,12 +25,14 @@ def _positive(root: Root) -> Problems:
 
 def _layout(root: Root) -> Problems:
     p = root.parallelism
-    if p.tp * p.dp != p.nodes * p.gpus_per_node:
+    stages = f" x pp {p.pp}" if p.pp > 1 else ""
+    if p.ranks != p.nodes * p.gpus_per_node:
         yield (
-            f"parallelism: tp {p.tp} x dp {p.dp} is {p.tp * p.dp} ranks, but nodes {p.nodes} x gpus_per_node "
+            f"parallelism: tp {p.tp} x dp {p.dp}{stages} is {p.ranks} ranks, but nodes {p.nodes} x gpus_per_node "
             f"{p.gpus_per_node} is {p.nodes * p.gpus_per_node}; the two must be equal."
         )
-    yield from divides("parallelism.ep", p.ep, f"the {p.ranks} ranks (tp {p.tp} x dp {p.dp})", p.ranks)
+    of_stage = f"the {p.stage_ranks} ranks{' of a stage' if stages else ''} (tp {p.tp} x dp {p.dp})"
+    yield from divides("parallelism.ep", p.ep, of_stage, p.stage_ranks)
 
 
 def _model(root: Root) -> Problems:
@@ -50,9 +52,11 @@ def _memory(root: Root) -> Problems:
         return
     largest = sorted(parts, key=lambda part: -part.nbytes)[:4]
     named = ", ".join(f"{part.name} {part.nbytes / 1e9:,.1f} GB" for part in largest)
+    p = root.parallelism
+    stages = f", ep {p.ep} and pp {p.pp}" if p.pp > 1 else f" and ep {p.ep}"
     yield (
         f"A rank needs {needed / 1e9:,.1f} GB and {limit_name} has {limit / 1e9:,.1f} GB ({named}, ...): with tp "
-        f"{root.parallelism.tp} and ep {root.parallelism.ep} {root.model.name} does not fit; raise tp or ep (more "
+        f"{p.tp}{stages} {root.model.name} does not fit; raise tp or ep (more "
         "nodes), or lower backend.max_requests, max_model_len or max_batch_tokens."
     )
 

@@ -96,19 +96,21 @@ def _state(one: Planned, store: Store) -> str:
 def _layout(out: Console, root: Root) -> None:
     p, b = root.parallelism, root.backend
     unit = "GPUs" if b.device == "cuda" else "processes"
+    stages = f" x PP{p.pp}" if p.pp > 1 else ""
     out.print(
-        f"\n[bold]Layout[/] of {root.model.name}: {p.ranks} ranks = TP{p.tp} x DP{p.dp}, EP{p.ep}, "
+        f"\n[bold]Layout[/] of {root.model.name}: {p.ranks} ranks = TP{p.tp} x DP{p.dp}{stages}, EP{p.ep}, "
         f"{p.nodes} node{'s' if p.nodes > 1 else ''} x {p.gpus_per_node} {unit}"
     )
     for line in _engine(root):
         out.print(escape(f"  {line}"))
-    rows = table("node", "ranks", "DP rank", "TP ranks", "EP group")
+    rows = table("node", "ranks", *(["stage"] if stages else []), "DP rank", "TP ranks", "EP group")
     for node in range(p.nodes):
         ranks = range(node * p.gpus_per_node, (node + 1) * p.gpus_per_node)
         rows.add_row(
             str(node),
             _span(ranks),
-            _span([rank // p.tp for rank in ranks]),
+            *([_span([rank // p.stage_ranks for rank in ranks])] if stages else []),
+            _span([rank % p.stage_ranks // p.tp for rank in ranks]),
             _span([rank % p.tp for rank in ranks]),
             _span([rank // p.ep for rank in ranks]),
         )
@@ -149,7 +151,9 @@ def _memory(out: Console, root: Root) -> None:
     needed = memory.total(parts)
     name, unit = ("GB", 1e9) if needed >= 1e10 else ("MB", 1e6)
     device = "GPU" if root.backend.device == "cuda" else "rank"
-    out.print(f"\n[bold]Memory of one {device}[/], from the model's dimensions")
+    pp = root.parallelism.pp
+    stage = f" of stage {memory.fullest_stage(root)}, the fullest of {pp}" if pp > 1 else ""
+    out.print(f"\n[bold]Memory of one {device}[/]{stage}, from the model's dimensions")
     rows = table("part", "kind", name, "from", right=(name,))
     for part in parts:
         rows.add_row(part.name, part.kind, f"{part.nbytes / unit:,.2f}", part.basis)

@@ -73,7 +73,8 @@ class Attempt:
 
     @property
     def ranks(self) -> int:
-        return int(self.cell["parallelism"]["tp"]) * int(self.cell["parallelism"]["dp"])
+        layout = self.cell["parallelism"]
+        return int(layout["tp"]) * int(layout["dp"]) * int(layout.get("pp", 1))
 
     @property
     def is_proxy(self) -> bool:

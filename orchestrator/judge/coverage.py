@@ -31,6 +31,7 @@ class Coverage:
     vacuous: int = 0
     unclassified: int = 0
     unreachable: int = 0
+    unheld: set[str] = field(default_factory=set)  # tensors that no pipeline stages hold whole
     silent_ranks: int = 0  # ranks without totals
     missing: dict[str, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
@@ -69,6 +70,13 @@ class Coverage:
         self.unreachable += len(audit.unreachable)
         self.vacuous += audit.vacuous
         self.unclassified += len(audit.unclassified)
+
+    def add_unheld(self, name: str, missing: int, size: int) -> None:
+        """A tensor of which `missing` bytes of `size` are on no rank of any pipeline stage."""
+        self.unheld.add(name)
+        self.expected += missing
+        self.missing[name] = 0
+        self.reasons[name] = f"no pipeline stage holds {missing:,} of its {size:,} bytes"
 
     def finish(self) -> None:
         """Counts the shared sources of the group that was read last."""

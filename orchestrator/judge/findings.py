@@ -13,7 +13,7 @@ ORDER = (
     "finalised_late", "processed_twice", "skipped_hook",
     "numeric_cast", "wrong_padding_value", "overwritten_by_padding", "stale_padding", "found_elsewhere", "wrong_layout",
     "uninitialised", "stale", "moved",
-    "alias_broken", "dtype", "layout", "missing", "extra", "vacuous", "unclassified",
+    "alias_broken", "dtype", "layout", "unheld", "missing", "extra", "vacuous", "unclassified",
     "replicas_differ", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
     "generation_differs",
 )  # fmt: skip

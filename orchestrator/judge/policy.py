@@ -37,7 +37,7 @@ def judge_attempt(cell: Mapping[str, Any], attempt_dir: Path, references: Mappin
         "findings": ledger.findings(),
         "coverage": arms[0].coverage(),
         "labels": dict(cell["labels"]),
-        "layout": {key: parallelism[key] for key in ("tp", "dp", "ep", "nodes", "gpus_per_node")},
+        "layout": dict(parallelism),
         "seconds": max(end for _, end in walls) - min(start for start, _ in walls) if walls else 0.0,
         "starts": sum(load["do"] == "start" for arm in arms for load in arm.loads),
         "references": sorted({path.name for path in references.values()}),

@@ -125,6 +125,10 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
     "alias_broken": lambda g: f"{_who(g)} no longer {_verb(g, 'shares', 'share')} memory with its other name.",
     "dtype": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} another element type than expected.",
     "layout": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} another shape or stride than expected.",
+    "unheld": lambda g: (
+        f"{_who(g)} {_verb(g, 'is', 'are')} on no rank: the pipeline stages leave out layers between them, or load not "
+        "all of their own."
+    ),
     "missing": lambda g: f"{_who(g)} {_verb(g, 'is', 'are')} not there, and should be.",
     "extra": lambda g: (
         f"{_who(g)} {_verb(g, 'is', 'are')} there, and {_verb(g, 'is', 'are')} not in the state compared with."

@@ -15,6 +15,7 @@ from orchestrator.judge.parts import wrong_parts
 from orchestrator.judge.places import Places
 from orchestrator.judge.records import Audit, Reader, collector_paused
 from orchestrator.judge.replicas import Prints, fingerprints, outvoted, replica_groups
+from orchestrator.judge.stages import Holdings
 
 Check = Mapping[str, Any]
 RULES = ("equal", "all_changed", "stable_storage", "replicas", "checkpoint", "coverage")
@@ -46,6 +47,7 @@ class TensorJudge:
         self.coverage = {
             name: Coverage(group, attempt.moments[name].via != "dummy") for name in self.observations
         }
+        self._holdings = {name: Holdings.of(attempt.cell) for name in self.observations}
         self._compared = attempt.compared_references | attempt.compared_with_base
         self._places: dict[str, Places] = {}
         self._replicas: dict[str, list[Prints]] = {name: [] for name in self.observations}
@@ -62,8 +64,9 @@ class TensorJudge:
                 for tally in self.tallies.values():
                     self._judge(tally)
             self._audits = {}
-            for coverage in self.coverage.values():
+            for name, coverage in self.coverage.items():
                 coverage.finish()
+                self._cover_stages(name)
             self._explain_shortfall()
             for tally in self.tallies.values():
                 if tally.check["rule"] == "replicas":
@@ -88,6 +91,10 @@ class TensorJudge:
     def _cover(self, name: str, audit: Audit) -> None:
         """Adds to the totals of an observation, and names what has no class."""
         self.coverage[name].add(audit)
+        if not audit.tensors:  # a rank whose records are not whole may hold what seems to be lacking
+            self._holdings[name] = None
+        if (holdings := self._holdings[name]) is not None:
+            holdings.add(audit)
         for path in audit.unclassified:
             note = audit.tensors[path].get("reason", "")
             self._find(name, Cause("unclassified", audit.rank, path, note=note))
@@ -95,12 +102,19 @@ class TensorJudge:
             path = f"{UNREACHABLE}:storage.{storage.get('dtype')} {storage.get('shape')}"
             self._find(name, Cause("unclassified", audit.rank, path, note=f"read by {storage.get('op')}"))
 
+    def _cover_stages(self, name: str) -> None:
+        """Adds what no stage holds to what an observation owes."""
+        holdings = self._holdings[name]
+        for path, missing, size in holdings.lacking() if holdings is not None else ():
+            self.coverage[name].add_unheld(path, missing, size)
+
     def _explain_shortfall(self) -> None:
         for name, coverage in self.coverage.items():
-            if coverage.fraction < self.attempt.cell["policy"]["coverage"]:
+            if coverage.unheld or coverage.fraction < self.attempt.cell["policy"]["coverage"]:
                 for path, rank in coverage.missing.items():
                     why = coverage.reasons.get(path, "no audited tensor holds it")
-                    self._find(name, Cause("vacuous", rank, path, note=why))
+                    code = "unheld" if path in coverage.unheld else "vacuous"
+                    self._find(name, Cause(code, rank, path, note=why))
 
     def _find(self, observation: str, cause: Cause) -> None:
         self.ledger.add(self.arm.name, observation, "coverage", [cause])
@@ -251,8 +265,8 @@ class TensorJudge:
         for name, by_rank in self._replicas.items():
             if len(by_rank) < self.attempt.ranks:
                 continue  # the check has an error already, or names another observation
-            for ranks, experts in groups:
-                compared, causes = outvoted(ranks, experts, by_rank)
+            for group in groups:
+                compared, causes = outvoted(group, by_rank)
                 tally.counts["compared"] += compared
                 tally.differing.update(cause.rank for cause in causes)
                 self._add(tally, name, causes)

@@ -1,6 +1,7 @@
 """However the layers of a model are divided over pipeline stages, it says the same, bit for bit."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_stages_together_equal_one_rank(name: str, spec_of: SpecOf, run_ranks: R
     assert expected[0] == expected[2] != expected[1]
     for parallelism in LAYOUTS[name]:
         spec = spec_of(name, parallelism)
-        results = run_ranks(parallelism.ranks, lambda rank, spec=spec: started_and_updated(spec, rank))
+        results = run_ranks(parallelism.ranks, partial(started_and_updated, spec))
         assert results[0] == expected
         assert not any(said for of_rank in results[1:] for said in of_rank)
 

@@ -32,6 +32,7 @@ def test_every_fault_says_what_it_is(name: str) -> None:
     known = set.union(*map(set, FEATURES.values())) | {
         "tp",
         "ep",
+        "stages",
         "kernel_layout",
         "kernel_state",
         "rearranged",

@@ -32,7 +32,7 @@ class Staged:
     layer: what precedes a layer's number in names of the checkpoint. first: beginnings of names that lie before the
     layers; what is neither, nor a layer, comes after them. both: whether the last stage holds those of `first`, too.
     part: dimensions of a model that has the given layers only, with or without what follows the last.
-    problems: why a model of these dimensions cannot be divided.
+    derived_first: what a memory plan calls the derived weights of the first stage alone. problems: why a model of these dimensions cannot be divided.
     """
 
     layer: str
@@ -40,6 +40,7 @@ class Staged:
     both: Callable[[Any], bool]
     part: Callable[[Any, range, bool], Any]
     problems: Callable[[Any], Iterator[str]]
+    derived_first: tuple[str, ...] = ()
 
     def holds(self, c: Any, name: str, stages: int, stage: int) -> bool:
         """Whether a stage holds (its share of) the checkpoint tensor `name`."""
@@ -94,6 +95,7 @@ STAGED: dict[str, Staged] = {
         both=lambda c: c.num_mtp_layers > 0,
         part=_deepseek_v4,
         problems=_deepseek_v4_problems,
+        derived_first=("first mix of one copy",),
     ),
     "kimi_k3": Staged(
         layer="language_model.model.layers.",
