@@ -88,8 +88,6 @@ def nan_tests(dtype: torch.dtype) -> list[NaNTest]:
 
 def nan_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """bool [n] for uint8 rows [n, k] on the CPU, contiguous, k a multiple of the size of `dtype`."""
-    if _sum_is_finite(rows, dtype):
-        return torch.zeros(len(rows), dtype=torch.bool)
     found, array = np.zeros(len(rows), np.bool_), rows.numpy()
     for test in nan_tests(dtype):
         if test.found(array.reshape(1, -1))[0]:  # ten times as fast as row by row, and most often enough
@@ -97,8 +95,11 @@ def nan_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(found)
 
 
-def _sum_is_finite(rows: Tensor, dtype: torch.dtype) -> bool:
-    """True only if there is no NaN, which any sum keeps; infinities and overflow make it False as well."""
+def sum_is_finite(rows: Tensor, dtype: torch.dtype) -> bool:
+    """True only if there is no NaN, which any sum keeps; infinities and overflow make it False as well.
+
+    The fastest test of many rows on the CPU, uint8 [n, k], that most rows pass.
+    """
     dtype = _REAL.get(dtype, dtype)
     return dtype in _SUMMED and math.isfinite(rows.view(dtype).sum().item())
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from collectors.byte_flags import Array, nan_rows
+from collectors.byte_flags import Array, nan_rows, sum_is_finite
 
 ROW_BYTES = 4096
 SUMS = 16
@@ -71,21 +71,13 @@ def fold(sums: Tensor, level: int) -> Tensor:
 
 def row_sums(rows: Tensor, level: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """int32 [n, SUMS] for uint8 rows [n, ROW_BYTES] on the CPU, and bool [n]: which rows hold a NaN of `dtype`."""
-    signed = rows.view(torch.int8)
-    key = keys(level, rows.device)
+    signed, key = rows.view(torch.int8), keys(level, rows.device)
     step = _ROWS_AT_ONCE if torch.get_num_threads() == 1 else _ROWS_AT_ONCE_OF_THREADS
-    if 0 < len(rows) <= step:
-        return torch._int_mm(signed, key), _nan(rows, dtype)
     sums = torch.empty((len(rows), SUMS), dtype=torch.int32, device=rows.device)
-    nan = torch.empty(len(rows), dtype=torch.bool, device=rows.device)
+    nan = torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
     for start in range(0, len(rows), step):
-        part = slice(start, min(start + step, len(rows)))
-        sums[part] = torch._int_mm(signed[part], key)
-        nan[part] = _nan(rows[part], dtype)
+        part = slice(start, start + step)
+        torch._int_mm(signed[part], key, out=sums[part])
+        if dtype is not None and not sum_is_finite(rows[part], dtype):
+            nan[part] = nan_rows(rows[part], dtype)
     return sums, nan
-
-
-def _nan(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None:
-        return torch.zeros(len(rows), dtype=torch.bool, device=rows.device)
-    return nan_rows(rows, dtype)
