@@ -47,10 +47,12 @@ def start_engine(
     return engine
 
 
-def roots_of_rank(config: Any, tp: int = 1, ep: int = 1, rank: int = 0) -> dict[str, Target | Drafter]:
+def roots_of_rank(
+    config: Any, tp: int = 1, ep: int = 1, rank: int = 0, kernel: str = "reference"
+) -> dict[str, Target | Drafter]:
     """All models as `rank` holds them; without a process group, so they can be loaded but not run together."""
     groups = RankGroups(Group(rank, max(tp, ep)), Group(rank % tp, tp), Group(rank % ep, ep))
-    setting = Setting(config, groups, make_moe_kernel("reference"), fused=False)
+    setting = Setting(config, groups, make_moe_kernel(kernel), fused=kernel == "mega_moe")
     return dict(model_stack(family(config)).make_roots(setting))
 
 

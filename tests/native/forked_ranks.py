@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 RanksRunner = Callable[[int, Callable[[int], Any]], list[Any]]
-LIMIT_S = 60
+LIMIT_S = 150
 
 
 class ForkedRanks:
@@ -27,7 +27,7 @@ class ForkedRanks:
     def run(self, size: int, function: Callable[[int], Any]) -> list[Any]:
         """`function(rank)` of each of `size` ranks joined over gloo.
 
-        A rank that fails, or that has not ended after a minute, fails the test, the former with its traceback.
+        A rank that fails, or that has not ended after LIMIT_S, fails the test, the former with its traceback.
         """
         store = self._folder / f"store-{time.monotonic_ns()}"
         for rank in range(size):
@@ -64,7 +64,11 @@ def _be_rank(rank: int, size: int, store: Path, function: Callable[[int], Any]) 
     try:
         torch.set_num_threads(1)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=50)
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=LIMIT_S - 10),
         )
         torch.save(function(rank), f"{store}-{rank}.pt")
         dist.barrier()

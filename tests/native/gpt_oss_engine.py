@@ -4,8 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import family_engine
 import torch
-from k3_engine import NEW, OLD
+from k3_engine import OLD
 
 from workloads.engines.native import NativeEngine
 from workloads.kernels.moe import MoEKernel
@@ -20,32 +21,11 @@ from workloads.models.gpt_oss.model import GptOssForCausalLM
 from workloads.models.gpt_oss.tensors import sections
 from workloads.models.parallel import Group, RankGroups
 from workloads.models.served import Setting
-from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism
 
 TOY = GptOssConfig(num_layers=2, vocab_size=512, sliding_window=6, num_experts=8)
 EXPERTS = "model.layers.1.mlp.experts"
 CONFIGS = {layout: replace(TOY, checkpoint_layout=layout) for layout in CHECKPOINT_LAYOUTS}
 PARAMETERS = ("w13_weight", "w13_weight_scale", "w13_bias", "w2_weight", "w2_weight_scale", "w2_bias")
-
-
-def make_spec(
-    folder: Path, config: GptOssConfig = TOY, parallelism: Parallelism | None = None, **backend: Any
-) -> GangSpec:
-    """A gang that knows the checkpoint in `folder` and a view of it with every tensor changed."""
-    torch.set_num_threads(1)
-    return GangSpec(
-        name="candidate",
-        output="",
-        model=Model("gpt_oss_toy", "gpt_oss", gpt_oss=config),
-        parallelism=parallelism or Parallelism(),
-        backend=replace(
-            Backend(moe_kernel="reference", max_model_len=128, max_batch_tokens=256, max_requests=8),
-            **backend,
-        ),
-        checkpoints={OLD: Checkpoint(), NEW: Checkpoint(perturbation="every_tensor")},
-        checkpoint_dirs={OLD: str(folder), NEW: str(folder)},
-        steps=[],
-    )
 
 
 def start_engine(
@@ -55,9 +35,7 @@ def start_engine(
     config: GptOssConfig = TOY,
     **backend: Any,
 ) -> NativeEngine:
-    engine = NativeEngine(make_spec(folder, config, **backend), 0)
-    engine.start(checkpoint, via)
-    return engine
+    return family_engine.start_engine(folder, config, checkpoint, via, **backend)
 
 
 def root_of_rank(config: GptOssConfig, tp: int, ep: int, rank: int) -> ModelRoot:

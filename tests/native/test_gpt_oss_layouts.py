@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from family_engine import make_spec
 from gpt_oss_engine import (
     CONFIGS,
     EXPERTS,
     PARAMETERS,
     TOY,
     is_filled,
-    make_spec,
     parts_of,
     root_of_rank,
     start_engine,
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_layout_or_model_is_refused_untouched(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     other = generate_checkpoint(replace(TOY, intermediate_size=128), 0, tmp_path / "other")
-    spec = make_spec(checkpoints["combined"])
+    spec = make_spec(checkpoints["combined"], TOY)
     for name, folder in (("other", other), ("quark", checkpoints["quark"])):
         spec.checkpoints[name], spec.checkpoint_dirs[name] = Checkpoint(), str(folder)
     engine = NativeEngine(spec, 0)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt_oss_engine import TOY, make_spec, start_engine
+from gpt_oss_engine import TOY, start_engine
 from k3_engine import NEW, OLD, different, generate, held, held_bytes, prompts
 
 from workloads.engines.native import NativeEngine
 from workloads.loading.arrivals import ReloadError
 from workloads.loading.checkpoint import CheckpointError
 from workloads.loading.generate import generate_checkpoint
-from workloads.loading.paths import SAVED, UPDATES
+from workloads.loading.paths import UPDATES
 from workloads.spec import Arrival
 
 EXPERTS = "*layers.1.mlp.experts.*"
@@ -38,35 +38,6 @@ def fresh(checkpoint: Path, layout: str) -> dict[str, Bytes]:
 
 def engine_on(checkpoint: Path, layout: str, name: str = OLD) -> NativeEngine:
     return start_engine(checkpoint, name, config=replace(TOY, checkpoint_layout=layout))
-
-
-@pytest.mark.parametrize("via", SAVED)
-def test_saved_state_starts_as_it_was_and_takes_updates(
-    via: str, checkpoint: Path, layout: str, fresh: dict[str, Bytes], tmp_path: Path
-) -> None:
-    engine = engine_on(checkpoint, layout, NEW)
-    engine.spec.saved_dir = str(tmp_path)
-    engine.save(NEW, via)
-    spec = make_spec(checkpoint, replace(TOY, checkpoint_layout=layout))
-    spec.saved_dir = str(tmp_path)
-    started = NativeEngine(spec, 0)
-    started.start(NEW, via)
-    assert different(held_bytes(started), fresh[NEW]) == []
-    assert generate(started, prompts(7)) == generate(engine, prompts(7))
-    started.update(OLD, "direct")
-    assert different(held_bytes(started), fresh[OLD]) == []
-
-
-@pytest.mark.parametrize("via", list(UPDATES))
-@pytest.mark.parametrize("order", ["reversed", "shuffled"])
-def test_order_and_buckets_make_no_difference(
-    via: str, order: str, checkpoint: Path, layout: str, fresh: dict[str, Bytes]
-) -> None:
-    engine = engine_on(checkpoint, layout)
-    places = {path: tensor.data_ptr() for path, tensor in held(engine).items()}
-    engine.update(NEW, via, Arrival(order=order, bucket_bytes=1 << 18))
-    assert different(held_bytes(engine), fresh[NEW]) == []
-    assert {path: tensor.data_ptr() for path, tensor in held(engine).items()} == places
 
 
 @pytest.mark.parametrize("via", list(UPDATES))

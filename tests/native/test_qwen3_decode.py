@@ -9,13 +9,10 @@ from qwen3_engine import CONFIGS, NEW, OLD, QUANTISED, checkpoint, qwen3_spec, s
 from qwen3_reference import Reference
 
 from workloads.engines.native import NativeEngine
-from workloads.engines.protocol import Prompt
 from workloads.loading.perturb import open_view
 from workloads.models.qwen3.matrices import Fp8Matrices, FusedMatrices, Nvfp4Matrices
 from workloads.spec import Checkpoint, Sampling
 
-LENGTHS = (1, 5, 20)
-NEW_TOKENS = 3
 every_kind = pytest.mark.parametrize("name", list(CONFIGS))
 
 
@@ -43,38 +40,6 @@ def test_log_probabilities_are_those_of_the_definition(
         assert generation.token_ids[0] == expected.argmax()
         for token, value in generation.top_logprobs[0]:
             assert value == pytest.approx(expected[token].item(), abs=2e-3)
-
-
-@every_kind
-def test_decode_equals_prefill(name: str, engines: Callable[[str], NativeEngine]) -> None:
-    given = prompts(*LENGTHS)
-    decoded = engines(name).generate(given, Sampling(max_new_tokens=NEW_TOKENS))
-    longer = [
-        Prompt(f"{g.id}+{i}", (*p.token_ids, *g.token_ids[:i]))
-        for p, g in zip(given, decoded, strict=True)
-        for i in range(1, NEW_TOKENS)
-    ]
-    prefilled = iter(engines(name).generate(longer, Sampling(max_new_tokens=1)))
-    for generation in decoded:
-        for i in range(1, NEW_TOKENS):
-            first = next(prefilled)
-            assert first.token_ids == generation.token_ids[i : i + 1], (generation.id, i)
-            assert first.top_logprobs == generation.top_logprobs[i : i + 1], (generation.id, i)
-
-
-@every_kind
-def test_a_generation_does_not_depend_on_its_batch(name: str, engines: Callable[[str], NativeEngine]) -> None:
-    given = prompts(*LENGTHS)
-    together = generate(engines(name), given, 2)
-    chunked = start_qwen3(name, max_batch_tokens=8, max_requests=2)
-    assert generate(chunked, given, 2) == together
-    assert generate(engines(name), given[1:2], 2) == together[1:2]
-
-
-@every_kind
-def test_another_checkpoint_says_something_else(name: str, engines: Callable[[str], NativeEngine]) -> None:
-    given = prompts(9)
-    assert generate(start_qwen3(name, NEW), given, 2) != generate(engines(name), given, 2)
 
 
 @pytest.mark.parametrize("name", QUANTISED)

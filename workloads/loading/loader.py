@@ -53,8 +53,7 @@ class Loader(Steps):
         """Each module gets its memory with its first tensor and is processed with its last."""
         with _Load(self):
             for _, module in self.root.weight_modules():
-                for name in module.weights:
-                    module.consume(name)
+                module.release()
             self._stream(reader, fresh=True, serving=False)
             self._process_weightless()
             self.finalize()
@@ -130,20 +129,22 @@ class Loader(Steps):
                     self.post_process(path, module)
                 continue
             if path not in opened:
-                opened[path] = module, self._open(path, module, fresh)
+                opened[path] = module, self._open(path, module, fresh, serving)
             self.place(destination, tensor)
             if not left[path]:
                 self._close(path, *opened.pop(path), fresh and serving)
         for path, (module, held) in opened.items():  # of which only some tensors came
             self._close(path, module, held, fresh and serving)
 
-    def _open(self, path: str, module: WeightModule, fresh: bool) -> Serving:
-        serving = {name: module.live(name) for name in module.weights}
-        if fresh:
+    def _open(self, path: str, module: WeightModule, fresh: bool, serving: bool) -> Serving:
+        held = {name: module.live(name) for name in module.weights}
+        if not serving:
+            self.allocate(path, module)
+        elif fresh:
             self.rematerialize(path, module)
         else:
             self.restore(path, module)
-        return serving
+        return held
 
     def _close(self, path: str, module: WeightModule, serving: Serving, back: bool) -> None:
         self._process(path, module)

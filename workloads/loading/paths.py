@@ -10,6 +10,7 @@ from dataclasses import dataclass
 PHASES = {
     "draw": "random values instead of a checkpoint's",
     "adopt": "tensors that were post-processed before they were saved are put in place, derived ones included",
+    "allocate": "parameters that have had no memory since the start get theirs, and stay the same parameters",
     "rematerialize": "fresh memory for the parameters, that of the serving ones is kept",
     "restore": "parameters that post-processing consumed come back, in the layout in which they are loaded",
     "place": "pieces of the checkpoint are mapped, narrowed to this rank and copied into parameters",
@@ -44,7 +45,7 @@ STARTS = {
     "dummy": LoadPath(("draw", *_PROCESS)),
     # Parameters get their memory as their tensors arrive: with online quantisation, one module's at a time.
     "streamed": LoadPath(
-        ("rematerialize", "place", "fill_padding", "post_process", "finalize_module", "finalize"),
+        ("allocate", "place", "fill_padding", "post_process", "finalize_module", "finalize"),
         unit="module",
     ),
     "tensorizer_raw": LoadPath(("place", *_PROCESS), saved=True),

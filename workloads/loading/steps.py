@@ -101,6 +101,10 @@ class Steps:
         """E8M0 scales are bytes: a numeric copy into uint8 would turn 2^-7 into 0."""
         return tensor.view(torch.uint8) if tensor.dtype is torch.float8_e8m0fnu else tensor
 
+    def allocate(self, path: str, module: WeightModule) -> None:
+        self.record("allocate", path)
+        module.allocate()
+
     def rematerialize(self, path: str, module: WeightModule) -> None:
         self.record("rematerialize", path)
         for name in module.weights:

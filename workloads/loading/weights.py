@@ -146,6 +146,16 @@ class WeightModule(nn.Module):
         """Forget a raw parameter whose bytes now live in the kernel's layout."""
         self.register_parameter(name, None)
 
+    def release(self) -> None:
+        """Give the memory of all parameters back, and keep the parameters: tied modules and kernels refer to them."""
+        for name in self.weights:
+            self.get_parameter(name).data = torch.empty(0, dtype=self.weights[name].dtype)
+
+    def allocate(self) -> None:
+        """Memory again for parameters that were released, uninitialised by contract and therefore poisoned."""
+        for name in self.weights:
+            self.get_parameter(name).data = self.rematerialize(name)
+
     def rematerialize(self, name: str) -> torch.Tensor:
         """New memory for a parameter, uninitialised by contract and therefore poisoned."""
         weight = self.weights[name]
