@@ -173,6 +173,12 @@ def _layout(root: Root) -> Problems:
             f"parallelism.pp is {p.pp} and backend.engine is vllm: its pipeline stages are not audited here, so the "
             "engine is not started with any; set parallelism.pp=1, or backend=native."
         )
+    for key in ("redundant_experts", "rebalance_seed"):
+        if getattr(p, key):
+            yield (
+                f"parallelism.{key} is {getattr(p, key)} and backend.engine is vllm, whose load balancing is its own: "
+                "set it to 0, or backend=native."
+            )
     if p.tp >= 1 and p.gpus_per_node % p.tp:
         yield (
             f"parallelism.gpus_per_node is {p.gpus_per_node} and tp is {p.tp}: the tensor-parallel ranks of a replica "

@@ -24,12 +24,14 @@ _CRASHES = ("rank_failed", "unusable")
 
 
 #: Where faults are injected, the cheapest first: one rank; two that divide everything; two that deal experts out, with
-#: the kernel that consumes them; two that divide the layers.
+#: the kernel that consumes them; two that divide the layers; two
+#: with experts in more than one slot, which have moved.
 LAYOUTS = (
     ("parallelism=single", "backend=native_reference"),
     ("parallelism=tp2_ep1", "backend=native_reference"),
     ("parallelism=tp2", "backend=native"),
     ("parallelism=pp2", "backend=native_reference"),
+    ("parallelism=tp2_redundant", "backend=native"),
 )
 
 
@@ -104,7 +106,8 @@ def _features(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -
     if any(problems(root)):
         return None
     ranks = root.parallelism
-    return features(model, ranks.tp, ranks.ep, root.backend.moe_kernel, ranks.pp)
+    kernel, moved = root.backend.moe_kernel, bool(ranks.rebalance_seed)
+    return features(model, ranks.tp, ranks.ep, kernel, ranks.pp, ranks.redundant_experts, moved)
 
 
 def _composed(words: Sequence[str]) -> Root:

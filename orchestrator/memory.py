@@ -1,6 +1,7 @@
 """What one rank holds, part by part, from a model's dimensions: weights, kernel buffer, caches, peaks."""
 
 import os
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from pathlib import Path
@@ -40,7 +41,7 @@ def _parts_of_stage(root: Root, stage: int) -> list[Part]:
     experts = _stage_experts(root, stage)
     parts = _weights(root, experts, stage)
     if experts is not None:
-        parts += _expert_padding(experts, layout, backend)
+        parts += [*_expert_padding(experts, layout, backend), *_second_copies(experts, layout, backend)]
     elsewhere = STAGED[root.model.architecture].derived_first if stage else ()
     parts += [part for part in plan.derived(dimensions, layout.tp) if part.name not in elsewhere]
     if experts is not None and backend.moe_kernel == "mega_moe":
@@ -99,7 +100,7 @@ def _update_bytes(root: Root, experts: Experts) -> int:
         return 0
     w13, w13_scale, w2, w2_scale = _expert_tensors(experts, root.parallelism, root.backend)
     layer = w13 + w13_scale + w2 + w2_scale
-    local = experts.count // root.parallelism.ep
+    local = _local_slots(experts, root.parallelism)
     needs = {"layerwise": layer, "direct": layer - w2, "per_expert": layer // local}
     updates = [step for step in root.load_path.steps if step.do == "update"]
     return max((needs[s.via] * _layers_open(s, experts) for s in updates), default=0)
@@ -163,7 +164,7 @@ def _components(root: Root, tp: int, ep: int, stage: int | None = None) -> dict[
 
 def _expert_tensors(experts: Experts, layout: Parallelism, backend: Backend) -> tuple[int, int, int, int]:
     """Bytes of w13, its scales, w2, its scales of one layer's local experts in MXFP4, padded."""
-    values = experts.count // layout.ep * padded_intermediate(experts, backend) * experts.hidden
+    values = _local_slots(experts, layout) * padded_intermediate(experts, backend) * experts.hidden
     return values, 2 * values // MXFP4_GROUP, values // 2, values // MXFP4_GROUP
 
 
@@ -173,9 +174,25 @@ def _expert_padding(experts: Experts, layout: Parallelism, backend: Backend) -> 
     inner, padded = experts.intermediate, padded_intermediate(experts, backend)
     if padded == inner:
         return []
-    full = experts.layers * sum(_expert_tensors(experts, layout, backend))
+    only = replace(layout, redundant_experts=0)
+    full = experts.layers * sum(_expert_tensors(experts, only, backend))
     basis = f"intermediate {inner} -> {padded}"
     return [Part("expert padding", "padding", full * (padded - inner) // padded, basis)]
+
+
+def _local_slots(experts: Experts, layout: Parallelism) -> int:
+    """Experts that lie on one rank, those that are there a second time included."""
+    return (experts.count + layout.redundant_experts) // layout.ep
+
+
+def _second_copies(experts: Experts, layout: Parallelism, backend: Backend) -> list[Part]:
+    slots = _local_slots(experts, layout)
+    added = slots - -(-experts.count // layout.ep)
+    if not layout.redundant_experts:
+        return []
+    nbytes = experts.layers * sum(_expert_tensors(experts, layout, backend)) * added // slots
+    basis = f"{slots} slots a layer, {layout.redundant_experts} of all ranks' for second copies"
+    return [Part("redundant experts", "weights", nbytes, basis)]
 
 
 def _finalise_peak(experts: Experts, layout: Parallelism, backend: Backend) -> Part:
@@ -191,7 +208,7 @@ def _symmetric_buffer(experts: Experts, layout: Parallelism, backend: Backend) -
         tokens=backend.max_batch_tokens,
         ranks=layout.ep,
         topk=experts.per_token,
-        experts=experts.count,
+        experts=experts.count + layout.redundant_experts,
         hidden=experts.hidden,
         intermediate=padded_intermediate(experts, backend),
         sms=SM100_MULTIPROCESSORS,

@@ -13,6 +13,7 @@ from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts
 from workloads.models.stages import STAGED
 
+WITH_SLOTS = ("deepseek_v4", "kimi_k3")  # families whose experts may have more slots than there are experts
 MAX_PER_TOKEN = 32  # experts that MegaMoE dispatches a token to
 
 
@@ -41,7 +42,8 @@ def _layout(root: Root) -> Problems:
     experts = plan.experts(dimensions_of(root))
     if experts is not None:
         key = f"{_key(root, experts.keys['count'])} {experts.count}"
-        yield from divides("parallelism.ep", p.ep, key, experts.count)
+        key += f" and redundant_experts {p.redundant_experts}" if p.redundant_experts else ""
+        yield from divides("parallelism.ep", p.ep, key, experts.count + p.redundant_experts)
         yield from _blocks(root, experts)
 
 
@@ -62,6 +64,34 @@ def _stages(root: Root) -> Problems:
             f"needs a layer, so lower pp to {dimensions.num_layers} or less."
         )
     yield from STAGED[name].problems(dimensions)
+
+
+def _slots(root: Root) -> Problems:
+    """Where experts may have second copies, and may move."""
+    p, name = root.parallelism, root.model.architecture
+    asked = [key for key in ("redundant_experts", "rebalance_seed") if getattr(p, key)]
+    keys = " and ".join(f"parallelism.{key} {getattr(p, key)}" for key in asked)
+    if asked and name not in WITH_SLOTS:
+        yield (
+            f"{keys}: the native engine deals the experts of {', '.join(WITH_SLOTS)} out over slots, of no other "
+            f"family, and model.architecture is {name}; set them to 0."
+        )
+    elif asked and p.ep < 2:
+        yield (
+            f"{keys}: experts change places between ranks, and parallelism.ep is {p.ep}; set ep to 2 or more, or them "
+            "to 0."
+        )
+    saved = [
+        step.via
+        for step in root.load_path.steps
+        if step.do == "start" and step.via in ("sharded_state", "tensorizer")
+    ]
+    if p.rebalance_seed and saved:
+        yield (
+            f"parallelism.rebalance_seed is {p.rebalance_seed} and load_path={root.load_path.name} starts via "
+            f"{saved[0]}: what an engine saves has its experts where they had been moved, and no file says where; set "
+            "rebalance_seed=0."
+        )
 
 
 def _blocks(root: Root, experts: Experts) -> Problems:
@@ -145,6 +175,7 @@ _RULES: tuple[Callable[[Root], Problems], ...] = (
     _positive,
     _layout,
     _stages,
+    _slots,
     _dimensions,
     _mega_moe,
     _perturbations,

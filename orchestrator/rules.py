@@ -17,10 +17,13 @@ def problems(root: Root) -> list[str]:
     return found
 
 
+_MAY_BE_ZERO = ("redundant_experts", "rebalance_seed")
+
+
 def _positive(root: Root) -> Problems:
     for section, holder in (("parallelism", root.parallelism), ("backend", root.backend)):
         for name, value in vars(holder).items():
-            yield from at_least(f"{section}.{name}", value, 1)
+            yield from at_least(f"{section}.{name}", value, 0 if name in _MAY_BE_ZERO else 1)
 
 
 def _layout(root: Root) -> Problems:

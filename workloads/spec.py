@@ -23,12 +23,18 @@ from workloads.models.qwen3.config import Qwen3Config
 @dataclass
 class Parallelism:
     """Rank = (pp_rank * dp + dp_rank) * tp + tp_rank: a pipeline stage is tp * dp contiguous ranks, the first stage
-    first. The EP group of a rank is `rank // ep`, contiguous ranks of one stage."""
+    first. The EP group of a rank is `rank // ep`, contiguous ranks of one stage.
+
+    redundant_experts: slots for second copies of routed experts, in each layer. rebalance_seed: of the shuffle that
+    moves experts to other slots once they are loaded, as load balancing does; 0: they stay where they are.
+    """
 
     tp: int = 1
     dp: int = 1
     ep: int = 1
     pp: int = 1
+    redundant_experts: int = 0
+    rebalance_seed: int = 0
     nodes: int = 1
     gpus_per_node: int = 1
 

@@ -33,6 +33,8 @@ def test_every_fault_says_what_it_is(name: str) -> None:
         "tp",
         "ep",
         "stages",
+        "redundant_experts",
+        "rebalanced",
         "kernel_layout",
         "kernel_state",
         "rearranged",

@@ -44,7 +44,8 @@ class NativeEngine(NativeWeights):
         self.device = torch.device(backend.device)
         kernel, fused = make_moe_kernel(backend.moe_kernel), backend.moe_kernel == "mega_moe"
         with self.device:
-            setting = Setting(config, groups, kernel, fused, partial(self.tokenizer.texts, config.vocab_size))
+            texts = partial(self.tokenizer.texts, config.vocab_size)
+            setting = Setting(config, groups, kernel, fused, texts, spec.parallelism.redundant_experts)
             roots = self.make_roots(model_stack(architecture), setting)
         if backend.online_quantization == "fp8":
             for root in roots.values():

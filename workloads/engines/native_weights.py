@@ -74,7 +74,12 @@ class NativeWeights:
         if via not in STARTS:
             raise ValueError(f"via={via!r} is no way to start; choose one of {', '.join(STARTS)}.")
         one, after = self._way_to_start(checkpoint, via)
-        stats = self._load(via, self.loaders.values(), one, after)
+
+        def complete() -> None:
+            after()
+            self._rebalance()
+
+        stats = self._load(via, self.loaders.values(), one, complete)
         self._started = True
         return stats
 
@@ -115,6 +120,13 @@ class NativeWeights:
         gather_objects(self.groups.world, None)  # every rank has written
         if self.rank == 0:
             saved.write_manifest(folder, layout)
+
+    def _rebalance(self) -> None:
+        """Shuffle the routed experts over their slots, as load balancing does while an engine serves. Collective."""
+        if seed := self.spec.parallelism.rebalance_seed:
+            with torch.no_grad():
+                for loader in self.loaders.values():
+                    loader.rebalance(seed)
 
     def _way_to_start(
         self, checkpoint: str, via: str

@@ -159,6 +159,15 @@ class Steps:
         self.root.process_weights_after_loading()
         self.stats.finish_s += time.perf_counter() - started
 
+    def rebalance(self, seed: int) -> None:
+        """Let experts change places, and load them there from now on. Collective."""
+        for module in self.paths:
+            module.rebalance(seed)
+        self.follow_experts()
+
+    def follow_experts(self) -> None:
+        self.map = destinations(self.root)
+
     def record(self, event: str, module: str = "") -> None:
         self.lifecycle.record(self.name, event, module)
 

@@ -193,6 +193,10 @@ class WeightModule(nn.Module):
         for name in self.weights:
             self.get_parameter(name)[expert : expert + 1].copy_(one.get_parameter(name))
 
+    def rebalance(self, seed: int) -> None:
+        """Shuffle the experts of a module that deals them out over ranks, in place, and declare its weights anew.
+        Collective."""
+
     def loaded_weights(self) -> Mapping[str, torch.Tensor]:
         """Every parameter in the layout in which it is loaded, padding included; of consumed ones, a copy."""
         consumed = self.consumed_weights()

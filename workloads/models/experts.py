@@ -11,6 +11,7 @@ from workloads.kernels.moe import ExpertWeights, MoEKernel
 from workloads.kernels.shared_expert import SharedWeights
 from workloads.loading.tensor_table import MXFP4_GROUP
 from workloads.loading.weights import Placement, Region, Weight, WeightModule
+from workloads.models.expert_slots import chosen_slots, first_slots, move, shuffled, tables
 from workloads.models.parallel import Group
 
 E8M0_ONE = 127.0  # exponent byte of 1.0, which padding of scales is created with
@@ -42,6 +43,9 @@ class RoutedExperts(WeightModule):
     Loaded as `w13_weight` U8 [E, 2I, H/2], `w13_weight_scale` U8 [E, 2I, H/32], `w2_weight` U8 [E, H, I/2] and
     `w2_weight_scale` U8 [E, H, I/32], where I is padded to a multiple of 128. A kernel with a layout of its own
     consumes them in `finalize` into two plain tuples; then the parameters are gone.
+
+    redundant: slots beside one for each expert, which hold second copies; E counts all slots of this rank. Derived of
+    where the experts are, if there are such slots: `slots_of_expert`, `slot_counts`, see `expert_slots.tables`.
     """
 
     def __init__(
@@ -51,17 +55,49 @@ class RoutedExperts(WeightModule):
         group: Group,
         kernel: MoEKernel,
         fused: bool,
+        redundant: int = 0,
     ) -> None:
         super().__init__()
         self.kernel, self.fused, self.group = kernel, fused, group
-        self.num_experts = tensors.count
+        self.tensors = tensors
         self.activation = activation
+        self.slots = first_slots(tensors.count, redundant)
         self._transformed_l1_weights: _Pair | None = None
         self._transformed_l2_weights: _Pair | None = None
-        first, count = group.share(tensors.count, "num_experts")
-        names = [f"{tensors.prefix}{expert}." for expert in range(first, first + count)]
-        for name, weight in _expert_weights(tensors, names).items():
+        self.slots_of_expert: torch.Tensor | None = None
+        self.slot_counts: torch.Tensor | None = None
+        if redundant:
+            self.slots_of_expert, self.slot_counts = tables(self.slots)
+        for name, weight in self._declared().items():
             self.add_weight(name, weight)
+
+    def _declared(self) -> dict[str, Weight]:
+        """What lies in this rank's slots."""
+        first, count = self.group.share(len(self.slots), "num_experts")
+        held = self.slots[first : first + count]
+        return _expert_weights(self.tensors, [f"{self.tensors.prefix}{expert}." for expert in held])
+
+    def expert_weights(self) -> tuple[torch.Tensor, ...]:
+        """What the kernel reads, each [slots of this rank, ...], to be moved in place. RuntimeError while the experts
+        are not finalised: what is handed out then would go stale with the hook."""
+        weights = self.transformed()
+        if not self.fused:
+            return tuple(self.get_parameter(name).detach() for name in RAW)
+        if weights is None or any(self.live(name) is not None for name in RAW):
+            raise RuntimeError(
+                "The routed experts are not finalised and cannot be handed out to be rebalanced: the load path did not "
+                "call the model's process_weights_after_loading."
+            )
+        return tuple(weights)
+
+    def rebalance(self, seed: int) -> None:
+        before, after = self.slots, shuffled(self.slots, f"{seed}/{self.tensors.prefix}")
+        move(self.group, self.expert_weights(), before, after)
+        self.slots = after
+        self.weights.update(self._declared())
+        if self.slots_of_expert is not None and self.slot_counts is not None:
+            for held, new in zip((self.slots_of_expert, self.slot_counts), tables(after), strict=True):
+                held.copy_(new)
 
     def transformed(self) -> ExpertWeights | None:
         """The experts in the kernel's layout, if it has one and they have been finalised."""
@@ -135,8 +171,10 @@ class RoutedExperts(WeightModule):
             )
         if weights is None:
             weights = ExpertWeights(*(self.get_parameter(name) for name in RAW))
+        if self.slots_of_expert is not None and self.slot_counts is not None:
+            topk_idx = chosen_slots(topk_idx, self.slots_of_expert, self.slot_counts)
         return self.kernel.forward(
-            x, topk_idx, topk_weights, weights, self.group.handle, self.num_experts, self.activation, shared
+            x, topk_idx, topk_weights, weights, self.group.handle, len(self.slots), self.activation, shared
         )
 
 

@@ -193,6 +193,18 @@ def receive_from_previous(
     return states
 
 
+def exchange_rows(group: Group, rows: torch.Tensor, leaving: list[int], arriving: list[int]) -> torch.Tensor:
+    """rows [sum(leaving), ...]: so many go to each rank, in order. Returns [sum(arriving), ...], from each rank."""
+    if group.size == 1:
+        return rows
+    rows = rows.contiguous()
+    received = rows.new_empty(sum(arriving), *rows.shape[1:])
+    each = received[:1].nbytes if len(received) else rows[:1].nbytes
+    received_sizes, sent_sizes = ([count * each for count in counts] for counts in (arriving, leaving))
+    dist.all_to_all_single(_bytes(received), _bytes(rows), received_sizes, sent_sizes, group=group.handle)
+    return received
+
+
 def from_last(group: Group, values: torch.Tensor) -> torch.Tensor:
     """`values` of the last rank of the group, in the place of those of every rank."""
     if group.size > 1 and values.numel():

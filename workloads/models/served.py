@@ -20,13 +20,15 @@ Cache = Any  # of one layer: a dataclass whose fields are tensors, one slot of e
 @dataclass(frozen=True)
 class Setting(Generic[Config]):
     """What every layer of a model is built from. fused: the kernel consumes the experts into its own layout.
-    vocabulary: gives the text of each token id; nothing where there is no tokenizer."""
+    vocabulary: gives the text of each token id; nothing where there is no tokenizer. redundant_experts: slots of a
+    layer for second copies of its experts."""
 
     config: Config
     groups: RankGroups
     kernel: MoEKernel
     fused: bool
     vocabulary: Callable[[], Sequence[str]] = tuple
+    redundant_experts: int = 0
 
 
 class Served(ModelRoot, ABC):

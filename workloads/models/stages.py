@@ -32,7 +32,8 @@ class Staged:
     layer: what precedes a layer's number in names of the checkpoint. first: beginnings of names that lie before the
     layers; what is neither, nor a layer, comes after them. both: whether the last stage holds those of `first`, too.
     part: dimensions of a model that has the given layers only, with or without what follows the last.
-    derived_first: what a memory plan calls the derived weights of the first stage alone. problems: why a model of these dimensions cannot be divided.
+    derived_first: what a memory plan calls the derived weights of the first stage alone.
+    problems: why a model of these dimensions cannot be divided.
     """
 
     layer: str

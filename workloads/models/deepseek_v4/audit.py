@@ -39,6 +39,9 @@ RULES = (
     ),
     Rule("*.cos_sin_cache", "constant", "cosines and sines of every position, from the dimensions alone"),
     Rule(
+        "*.experts.slot*", "constant", "which slots hold each routed expert, decided by load balancing alone"
+    ),
+    Rule(
         "global:workloads.kernels.quantization.*",
         "constant",
         "values of the E2M1, E4M3 and E8M0 codes, the same in every process",

@@ -139,7 +139,14 @@ class MoE(nn.Module):
             torch.int8,
         )
         activation = SwigluParameters(config.swiglu_limit)
-        self.experts = RoutedExperts(tensors, activation, setting.groups.ep, setting.kernel, setting.fused)
+        self.experts = RoutedExperts(
+            tensors,
+            activation,
+            setting.groups.ep,
+            setting.kernel,
+            setting.fused,
+            setting.redundant_experts,
+        )
         self.shared_experts = SharedExperts(config, setting.kernel, setting.fused, f"{prefix}shared_experts.")
 
     def forward(self, x: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,9 @@ RULES = (
     Rule("*.kv_b_proj.W_UK_T", "derived", "key half of kv_b_proj.weight per head, absorbed into MLA decode"),
     Rule("*.kv_b_proj.W_UV", "derived", "value half of kv_b_proj.weight per head, absorbed into MLA decode"),
     Rule(
+        "*.experts.slot*", "constant", "which slots hold each routed expert, decided by load balancing alone"
+    ),
+    Rule(
         "global:workloads.kernels.quantization.*",
         "constant",
         "values of the E2M1, E4M3 and E8M0 codes, the same in every process",

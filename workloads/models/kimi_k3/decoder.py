@@ -44,9 +44,7 @@ class SubLayers(nn.Module):
                 hidden, config.dense_intermediate_size, situ_parameters(config), f"{prefix}mlp."
             )
         else:
-            self.block_sparse_moe = LatentMoE(
-                config, groups.ep, setting.kernel, setting.fused, f"{prefix}block_sparse_moe."
-            )
+            self.block_sparse_moe = LatentMoE(setting, f"{prefix}block_sparse_moe.")
 
     def make_cache(self, slots: int, positions: int) -> LayerCache:
         cache: LayerCache = self.self_attn.make_cache(slots, positions)

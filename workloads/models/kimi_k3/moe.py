@@ -5,13 +5,12 @@ from torch import nn
 
 from workloads.kernels.activations import SituParameters
 from workloads.kernels.linear import linear_partial
-from workloads.kernels.moe import MoEKernel
 from workloads.kernels.routing import route_sigmoid_noaux
 from workloads.loading.weights import Placement, Weight, WeightModule
 from workloads.models.experts import ExpertTensors, RoutedExperts
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.layers import GatedMLP, ReplicatedLinear, RMSNorm, Rows, vector
-from workloads.models.parallel import Group
+from workloads.models.served import Setting
 
 
 def situ_parameters(config: KimiK3Config) -> SituParameters:
@@ -45,16 +44,22 @@ class Router(WeightModule):
 class LatentMoE(nn.Module):
     """up(norm(experts(down(x)))) + shared(x). Everything but the routed experts is replicated."""
 
-    def __init__(
-        self, config: KimiK3Config, group: Group, kernel: MoEKernel, fused: bool, prefix: str
-    ) -> None:
+    def __init__(self, setting: Setting[KimiK3Config], prefix: str) -> None:
         super().__init__()
+        config = setting.config
         hidden, latent = config.hidden_size, config.moe_latent_size
         self.gate = Router(config, f"{prefix}gate.")
         down = Rows(f"{prefix}routed_expert_down_proj.weight", latent)
         self.routed_expert_down_proj = ReplicatedLinear(hidden, [down])
         tensors = ExpertTensors(f"{prefix}experts.", config.num_experts, latent, config.moe_intermediate_size)
-        self.experts = RoutedExperts(tensors, situ_parameters(config), group, kernel, fused)
+        self.experts = RoutedExperts(
+            tensors,
+            situ_parameters(config),
+            setting.groups.ep,
+            setting.kernel,
+            setting.fused,
+            setting.redundant_experts,
+        )
         self.routed_expert_norm = RMSNorm(latent, config.rms_norm_eps, f"{prefix}routed_expert_norm.weight")
         up = Rows(f"{prefix}routed_expert_up_proj.weight", hidden)
         self.routed_expert_up_proj = ReplicatedLinear(latent, [up])
