@@ -173,6 +173,11 @@ def _layout(root: Root) -> Problems:
             f"parallelism.pp is {p.pp} and backend.engine is vllm: its pipeline stages are not audited here, so the "
             "engine is not started with any; set parallelism.pp=1, or backend=native."
         )
+    if b.lora_rank:
+        yield (
+            f"backend.lora_rank is {b.lora_rank} and backend.engine is vllm, which wraps its layers when it is told: "
+            "set it to 0, and backend.options.enable_lora=true."
+        )
     for key in ("redundant_experts", "rebalance_seed"):
         if getattr(p, key):
             yield (

@@ -25,13 +25,14 @@ _CRASHES = ("rank_failed", "unusable")
 
 #: Where faults are injected, the cheapest first: one rank; two that divide everything; two that deal experts out, with
 #: the kernel that consumes them; two that divide the layers; two
-#: with experts in more than one slot, which have moved.
+#: with experts in more than one slot, which have moved; one whose layers are wrapped for adapters.
 LAYOUTS = (
     ("parallelism=single", "backend=native_reference"),
     ("parallelism=tp2_ep1", "backend=native_reference"),
     ("parallelism=tp2", "backend=native"),
     ("parallelism=pp2", "backend=native_reference"),
     ("parallelism=tp2_redundant", "backend=native"),
+    ("parallelism=single", "backend=native_adapters"),
 )
 
 
@@ -106,8 +107,8 @@ def _features(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -
     if any(problems(root)):
         return None
     ranks = root.parallelism
-    kernel, moved = root.backend.moe_kernel, bool(ranks.rebalance_seed)
-    return features(model, ranks.tp, ranks.ep, kernel, ranks.pp, ranks.redundant_experts, moved)
+    kernel, moved, wrapped = root.backend.moe_kernel, bool(ranks.rebalance_seed), bool(root.backend.lora_rank)
+    return features(model, ranks.tp, ranks.ep, kernel, ranks.pp, ranks.redundant_experts, moved, wrapped)
 
 
 def _composed(words: Sequence[str]) -> Root:

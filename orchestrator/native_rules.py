@@ -13,6 +13,7 @@ from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts
 from workloads.models.stages import STAGED
 
+WITH_ADAPTERS = ("qwen3",)  # families whose linear layers can be wrapped for adapters
 WITH_SLOTS = ("deepseek_v4", "kimi_k3")  # families whose experts may have more slots than there are experts
 MAX_PER_TOKEN = 32  # experts that MegaMoE dispatches a token to
 
@@ -64,6 +65,15 @@ def _stages(root: Root) -> Problems:
             f"needs a layer, so lower pp to {dimensions.num_layers} or less."
         )
     yield from STAGED[name].problems(dimensions)
+
+
+def _adapters(root: Root) -> Problems:
+    rank, name = root.backend.lora_rank, root.model.architecture
+    if rank and name not in WITH_ADAPTERS:
+        yield (
+            f"backend.lora_rank is {rank} and model.architecture is {name}: the native engine wraps linear layers of "
+            f"{', '.join(WITH_ADAPTERS)} for adapters, of no other family; set it to 0."
+        )
 
 
 def _slots(root: Root) -> Problems:
@@ -176,6 +186,7 @@ _RULES: tuple[Callable[[Root], Problems], ...] = (
     _layout,
     _stages,
     _slots,
+    _adapters,
     _dimensions,
     _mega_moe,
     _perturbations,

@@ -17,7 +17,7 @@ def problems(root: Root) -> list[str]:
     return found
 
 
-_MAY_BE_ZERO = ("redundant_experts", "rebalance_seed")
+_MAY_BE_ZERO = ("redundant_experts", "rebalance_seed", "lora_rank")
 
 
 def _positive(root: Root) -> Problems:

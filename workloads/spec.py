@@ -84,6 +84,7 @@ class Backend:
     )
     python: str | None = None  # interpreter with the engine in it, instead of an environment; None: this one
     url: str | None = None  # of a running server to attach to, instead of starting an engine
+    lora_rank: int = 0  # of adapters that linear layers are wrapped for; 0: they are not wrapped
     online_quantization: str = "none"  # none | fp8: of BF16 matrices as they are loaded, by output channel
     dtype: str = "auto"  # of weights and activations, in an engine that lets one choose
     options: dict[str, Any] = field(

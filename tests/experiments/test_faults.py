@@ -21,6 +21,7 @@ ELSEWHERE = {
     "head_of_the_last_stage_skipped",
     "skip_post_process_on_tensorizer_raw",
     "tie_broken",
+    "wrapped_names_not_mapped",
 }
 
 

@@ -35,6 +35,7 @@ def test_every_fault_says_what_it_is(name: str) -> None:
         "stages",
         "redundant_experts",
         "rebalanced",
+        "adapters",
         "kernel_layout",
         "kernel_state",
         "rearranged",

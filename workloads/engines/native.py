@@ -17,6 +17,8 @@ from workloads.faults import loader_class
 from workloads.kernels.moe import make_moe_kernel
 from workloads.loading.lifecycle import EventSink, Lifecycle
 from workloads.loading.loader import UpdateStats
+from workloads.models.adapters import RULES as ADAPTER_RULES
+from workloads.models.adapters import wrap_linears
 from workloads.models.architectures import ARCHITECTURES
 from workloads.models.online_fp8 import RULES as ONLINE_RULES
 from workloads.models.online_fp8 import quantize_online
@@ -47,6 +49,10 @@ class NativeEngine(NativeWeights):
             texts = partial(self.tokenizer.texts, config.vocab_size)
             setting = Setting(config, groups, kernel, fused, texts, spec.parallelism.redundant_experts)
             roots = self.make_roots(model_stack(architecture), setting)
+        if backend.lora_rank:
+            with self.device:
+                for root in roots.values():
+                    wrap_linears(root, backend.lora_rank)
         if backend.online_quantization == "fp8":
             for root in roots.values():
                 quantize_online(root)
@@ -72,8 +78,10 @@ class NativeEngine(NativeWeights):
         return [part for path, module in modules for part in module.parts(f"{root}:{path}")]
 
     def rules(self) -> Sequence[Rule]:
-        online = ONLINE_RULES if self.spec.backend.online_quantization != "none" else ()
-        return (*model_stack(self._architecture).RULES, *online)
+        backend = self.spec.backend
+        online = ONLINE_RULES if backend.online_quantization != "none" else ()
+        adapters = ADAPTER_RULES if backend.lora_rank else ()
+        return (*model_stack(self._architecture).RULES, *online, *adapters)
 
     def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
         """Caches: what serving writes, by `root:caches.LAYER.NAME`."""

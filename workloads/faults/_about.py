@@ -55,9 +55,9 @@ class About:
     kind: key of KINDS. reports: public reports that it stands for, `repository#number`, or words where no number is
     known. finding: diagnosis that must come first, or CRASH. via: kinds of loads in which it does something.
     needs: features of the model (FEATURES), and of the layout: `tp`, `ep` (more than one rank), `stages` (more than one
-    of a pipeline), `redundant_experts`, `rebalanced` (experts that have moved), `kernel_layout` (a kernel that consumes
-    the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded bytes do not stay as they came). where:
-    what it needs besides for one kind of load.
+    of a pipeline), `redundant_experts`, `rebalanced` (experts that have moved), `adapters` (layers wrapped for some),
+    `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded
+    bytes do not stay as they came). where: what it needs besides for one kind of load.
     """
 
     kind: str
@@ -86,12 +86,14 @@ def features(
     stages: int = 1,
     redundant: int = 0,
     rebalanced: bool = False,
+    adapters: bool = False,
 ) -> frozenset[str]:
     """What one of these models has on a layout."""
     found = set(FEATURES[model])
     found |= {name for name, ranks in (("tp", tp), ("ep", ep), ("stages", stages)) if ranks > 1}
     found |= {"redundant_experts"} if redundant else set()
     found |= {"rebalanced"} if rebalanced else set()
+    found |= {"adapters"} if adapters else set()
     if "consumed_experts" in found and moe_kernel == "mega_moe":
         found.add("kernel_layout")
     if found & {"kernel_layout", "kernel_object"}:

@@ -47,6 +47,7 @@ class FusedMatrices(WeightModule):
     ) -> None:
         super().__init__()
         self.swapped, self.slots = swapped, [piece.slot[0] for piece in experts[0]]
+        self.stacked, self.in_features = stacked, experts[0][0].slot[1]
         self.consumed = {**self.CONSUMED, **({"weight": "kernel_weight"} if swapped else {})}
         for holder in self.consumed.values():
             setattr(self, holder, None)
