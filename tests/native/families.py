@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from deepseek_v4_engine import TOY as DEEPSEEK_V4
+from deepseek_v41_toy import CONSTANT, PADDING
+from deepseek_v41_toy import TOY as DEEPSEEK_V41
 from dense_families import MEDIA
 from dense_families import VARIANTS as DENSE
 from family_engine import family, make_spec
@@ -85,6 +87,14 @@ TOYS: dict[str, Toy] = {
         drafter=True,
         constant=("cos_sin_cache",),
         padding=frozenset({("weight", -torch.inf)}),  # sinks of the heads that fill up the kernel's tile
+    ),
+    "deepseek_v41": Toy(
+        DEEPSEEK_V41,
+        prompts(1, 5, 40),  # the last makes more entries than the filter lets through
+        [(2, 1, 1), (2, 2, 4), (1, 4, 4)],
+        MEGA_MOE,
+        constant=CONSTANT,
+        padding=PADDING,
     ),
     **{
         f"gpt_oss_{layout}": Toy(

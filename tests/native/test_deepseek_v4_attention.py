@@ -1,10 +1,10 @@
 """Compressed attention of a layer against a plain computation, token by token from the checkpoint's own tensors."""
 
-import math
 from pathlib import Path
 
 import pytest
 import torch
+from deepseek_reference import PlainLayer
 from deepseek_v4_engine import TOY, make_checkpoint, start_engine
 from torch import Tensor
 
@@ -12,8 +12,6 @@ from workloads.engines.native import NativeEngine
 from workloads.kernels.compressed_attention import through_fp4
 from workloads.kernels.fp8_blocks import through_fp8
 from workloads.kernels.linear import round_to_bf16
-from workloads.kernels.quantization import decode_e8m0, dequantize_fp8_tiles
-from workloads.loading.checkpoint import open_checkpoint
 from workloads.models.batch import Batch, Segment
 from workloads.models.deepseek_v4.attention import CompressedAttention
 from workloads.models.parallel import ALONE
@@ -31,46 +29,11 @@ def engine(checkpoint: Path) -> NativeEngine:
     return start_engine(checkpoint)
 
 
-class Reference:
+class Reference(PlainLayer):
     """Attention of one layer over one request; every step that rounds is written out."""
 
     def __init__(self, checkpoint: Path, layer: int) -> None:
-        self.reader = open_checkpoint(checkpoint)
-        self.layer, self.ratio = layer, TOY.compress_ratios[layer]
-
-    def tensor(self, name: str) -> Tensor:
-        return self.reader.get(f"layers.{self.layer}.attn.{name}").double()
-
-    def fp8(self, stem: str, x: Tensor) -> Tensor:
-        """A product with an FP8 matrix, not rounded."""
-        name = f"layers.{self.layer}.attn.{stem}"
-        scales = decode_e8m0(self.reader.get(f"{name}.scale").view(torch.uint8))
-        return through_fp8(x, 128) @ dequantize_fp8_tiles(self.reader.get(f"{name}.weight"), scales).t()
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        x = x.double()
-        return round_to_bf16(x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.tensor(name))
-
-    def turn(self, x: Tensor, position: int, sign: int = 1) -> Tensor:
-        """The last 16 channels as 8 complex numbers, turned."""
-        half, out = TOY.qk_rope_head_dim // 2, x.double().clone()
-        theta = TOY.compress_rope_theta if self.ratio else TOY.rope_theta
-        for i in range(half):
-            f = theta ** (-i / half)
-            if self.ratio:
-                low, high = (
-                    16 * math.log(512 / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (32, 1)
-                )
-                low, high = max(math.floor(low), 0), min(math.ceil(high), 15)
-                ramp = min(max((i - low) / (high - low), 0), 1)
-                f = f / 16 * ramp + f * (1 - ramp)
-            cos, sin = (
-                float(torch.tensor(g(position * f), dtype=torch.float32)) for g in (math.cos, math.sin)
-            )
-            at = x.shape[-1] - 16 + 2 * i
-            a, b = x[..., at].double(), x[..., at + 1].double()
-            out[..., at], out[..., at + 1] = a * cos - sign * b * sin, b * cos + sign * a * sin
-        return out
+        super().__init__(checkpoint, layer, TOY, 128)
 
     def key(self, x: Tensor) -> Tensor:
         """The first 48 channels of a rotated key in FP8, its others as they are."""
@@ -100,17 +63,8 @@ class Reference:
         if not TOY.indexed(self.layer):
             return [list(range(count)) for count in counts]
         keys = self.entries(x, "indexer.", TOY.index_head_dim, overlap=True, rotated=True)
-        q = round_to_bf16(self.fp8("indexer.wq_b", latent)).view(len(x), 4, 32)
-        weights = round_to_bf16(x.double() @ self.tensor("indexer.weights_proj.weight").t()).double()
-        found = []
-        for i, count in enumerate(counts):
-            turned = through_fp4(round_to_bf16(self.turn(q[i], i))).double()
-            scores = [
-                sum(float(weights[i, h]) * max(0.0, float(turned[h] @ keys[j])) for h in range(4))
-                for j in range(count)
-            ]
-            found.append(sorted(range(count), key=lambda j, scores=scores: -scores[j])[: TOY.index_topk])
-        return found
+        scores = self.scores(x, latent, keys, through_fp4)
+        return [sorted(range(len(of)), key=lambda j, of=of: -of[j])[: TOY.index_topk] for of in scores]
 
     def __call__(self, x: Tensor) -> Tensor:
         latent = self.norm(round_to_bf16(self.fp8("wq_a", x)), "q_norm.weight")
@@ -121,19 +75,11 @@ class Reference:
         groups: list[Tensor] = []
         if self.ratio:
             groups = self.entries(x, "", 64, TOY.indexed(self.layer), rotated=False)
-        sinks, chosen, rows = self.tensor("attn_sink"), self.chosen(x, latent), []
+        chosen, rows = self.chosen(x, latent), []
         for i in range(len(x)):
             seen = torch.stack([*keys[max(0, i - 15) : i + 1], *(groups[j] for j in chosen[i])])
-            turned = round_to_bf16(self.turn(q[i], i)).double()
-            powers = torch.exp(turned @ seen.t() / 8)
-            attended = powers @ seen / (powers.sum(-1) + torch.exp(sinks))[:, None]
-            rows.append(round_to_bf16(self.turn(attended, i, sign=-1)))
-        out = torch.stack(rows).view(len(x), 2, 128)  # two groups of two heads
-        name = f"layers.{self.layer}.attn.wo_a"
-        scales = decode_e8m0(self.reader.get(f"{name}.scale").view(torch.uint8))
-        wo_a = dequantize_fp8_tiles(self.reader.get(f"{name}.weight"), scales).view(2, 128, 128)
-        grouped = [round_to_bf16(through_fp8(out[:, g], 128) @ wo_a[g].t()) for g in range(2)]
-        return self.fp8("wo_b", torch.cat(grouped, dim=-1))
+            rows.append(self.attended(q[i], seen, i))
+        return self.projected(torch.stack(rows))
 
 
 def inputs(tokens: int) -> Tensor:

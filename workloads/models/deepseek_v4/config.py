@@ -89,6 +89,7 @@ class Dimensions(Protocol):
     q_lora_rank: int
     o_groups: int
     o_lora_rank: int
+    compress_ratios: list[int]
     index_num_heads: int
     index_head_dim: int
     rope_theta: float
