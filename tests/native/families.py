@@ -92,7 +92,7 @@ TOYS: dict[str, Toy] = {
         DEEPSEEK_V41,
         prompts(1, 5, 40),  # the last makes more entries than the filter lets through
         [(2, 1, 1), (2, 2, 4), (1, 4, 4)],
-        MEGA_MOE,
+        MEGA_MOE[:1],
         constant=CONSTANT,
         padding=PADDING,
     ),
