@@ -12,18 +12,17 @@ from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_optio
 from orchestrator.planning import Plan, plan
 from orchestrator.provenance import ProvenanceError
 from orchestrator.show import console, show_plan
-from orchestrator.slurm import SlurmError
+from orchestrator.slurm import SlurmError, available
 from orchestrator.store import Store, StoreError
-from orchestrator.submit import SubmitError, submit_all
 
 USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
 HELP_WIDTH = 100
 # Answered by Hydra itself, without planning anything.
 HYDRA_FLAGS = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
 VERBS = {
-    "run": "run what is missing, judge, report (the default)",
+    "run": "run what is missing, judge, report (the default); on Slurm only with --watch, else it submits",
     "plan": "validate and show layout, memory, steps, checks and scripts; run nothing, write nothing",
-    "submit": "put the missing cells on a Slurm cluster and return; `run` later waits and reports",
+    "submit": "put the missing cells on a Slurm cluster and return; `run --watch` later waits and reports",
     "status": "what the cells of all runs are doing, or those of `status NAME`",
     "judge": "`judge NAME`: judge the records of a run again with the rules of today",
     "report": "`report NAME`: write and show the report of a run again",
@@ -62,7 +61,6 @@ def _run(argv: list[str]) -> int:
         UsageError,
         StoreError,
         ProvenanceError,
-        SubmitError,
         SlurmError,
         engine_env.EngineEnvironmentError,
     ) as error:
@@ -97,7 +95,9 @@ def _dispatch(argv: list[str]) -> int:
                 "key=value or +exp=NAME."
             )
     made = plan(words, options.multirun, options.config_dir)
-    return _PLANNING[verb](made, argv)
+    if options.watch and verb != "run":
+        raise UsageError(f"--watch is an option of run, not of {verb}.")
+    return _PLANNING[verb](made, argv, options.watch)
 
 
 def _verb(argv: list[str]) -> tuple[str, list[str]]:
@@ -113,6 +113,7 @@ def _options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--watch", action="store_true")
     options, words = parser.parse_known_args(arguments)
     unknown = [word for word in words if word.startswith("-")]
     if unknown:
@@ -120,35 +121,36 @@ def _options(arguments: list[str]) -> tuple[Namespace, list[str]]:
     return options, words
 
 
-def _plan(made: Plan, _argv: list[str]) -> int:
+def _plan(made: Plan, _argv: list[str], _watch: bool) -> int:
     show_plan(console(), made, Store(made.store))
     return 0
 
 
-def _run_plan(made: Plan, argv: list[str]) -> int:
+def _run_plan(made: Plan, argv: list[str], watch: bool) -> int:
     from orchestrator import experiment
 
+    if any(one.cell["cluster"]["kind"] == "slurm" for one in made.cells) and not available():
+        raise UsageError(
+            "sbatch is not on the PATH: submit from a login node of the cluster, or set cluster=local."
+        )
     store, out = Store.open(made.store), console()
-    return experiment.run(store, made, experiment.start(store, made, argv), out)
+    return experiment.run(store, made, experiment.start(store, made, argv), out, watch)
 
 
-def _submit(made: Plan, argv: list[str]) -> int:
-    from orchestrator import experiment
-
+def _submit(made: Plan, argv: list[str], watch: bool) -> int:
     kinds = {one.cell["cluster"]["kind"] for one in made.cells}
     if kinds != {"slurm"}:
         raise UsageError(
             f"submit needs a Slurm cluster, and cluster.kind is {', '.join(sorted(kinds))}: use run."
         )
-    store, out = Store.open(made.store), console()
-    folder = experiment.start(store, made, argv)
-    count = len(submit_all(store, experiment.slurm_cells(made.cells), out.print, made.rerun))
-    out.print(f"{folder.name}: jobs {count}, cells {len(made.cells)}")
-    out.print(f"python -m orchestrator status {folder.name} store={made.store}", soft_wrap=True)
-    return 0
+    return _run_plan(made, argv, watch)
 
 
-_PLANNING: dict[str, Callable[[Plan, list[str]], int]] = {"plan": _plan, "run": _run_plan, "submit": _submit}
+_PLANNING: dict[str, Callable[[Plan, list[str], bool], int]] = {
+    "plan": _plan,
+    "run": _run_plan,
+    "submit": _submit,
+}
 
 
 def _on_run(verb: str, words: list[str]) -> int:
@@ -241,7 +243,7 @@ def help_text() -> str:
     return f"""\
 Does an engine that loads or updates its weights end up exactly as after a fresh start, as accurate, as fast?
 
-python -m orchestrator [VERB] [-m] [--config-dir DIR] OVERRIDES...
+python -m orchestrator [VERB] [-m] [--config-dir DIR] [--watch] OVERRIDES...
 
 Verbs
 {verbs}
@@ -251,7 +253,8 @@ Config groups and their options (in {conf_dir()})
 
 Any value can be set: key=value, lists as key=[a,b]; +exp=NAME lays an experiment over everything; -m makes
 one cell of each combination of comma-separated values. store=PATH (default runs) is where results are kept;
-finished cells are reused unless rerun=true.
+finished cells are reused unless rerun=true. On Slurm a run returns once all is submitted; with --watch it
+stays, tries again what the cluster broke, and ends with the verdict.
 
 Examples
 {EXAMPLES}

@@ -33,6 +33,9 @@ def _cluster(root: Root) -> Problems:
     ):
         if there is not None and wanted > there:
             yield f"parallelism.{key} is {wanted}, but the cluster has {there}."
+    for key, count in (("array_limit", c.array_limit), ("max_jobs", c.max_jobs)):
+        if count is not None and count < 1:
+            yield f"cluster.{key} is {count}; it must be at least 1, or null."
     if c.segment and c.kind == "slurm" and p.ep > p.gpus_per_node and p.ep % p.gpus_per_node:
         yield (
             f"cluster.segment is on, but an EP group of {p.ep} does not fill whole nodes of {p.gpus_per_node} GPUs: "

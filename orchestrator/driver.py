@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from collectors.records import RecordWriter
-from orchestrator import gang, preflight, provenance, slurm
+from orchestrator import gang, jobs, preflight, provenance, slurm, upstream
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.attempt import CRASH
 from orchestrator.judge.policy import combine, judge_attempt
@@ -29,9 +29,9 @@ from orchestrator.progress import Display, display
 from orchestrator.publish import publish
 from orchestrator.result import unjudged
 from orchestrator.staging import arm_gangs, second_gang, stage
-from orchestrator.store import RESULT, Store, read_json, write_json
+from orchestrator.store import RESULT, UPSTREAM, Store, read_json, write_json
 
-USAGE = 2
+USAGE, ERROR = 2, 3
 RESERVE = 256 << 10  # bytes kept back, so that a full disk still takes the result that says so
 NEAR_LIMIT_S = 300  # SIGTERM so shortly before the end of the job is the warning about its time limit
 ENDINGS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -70,6 +70,7 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
     """Everything between a frozen cell and its judged result. Raises AttemptError."""
     if "needs" in cell:
         raise AttemptError("unsupported", cell["needs"])
+    upstream.check(store, attempt, float(cell["cluster"]["lost_after_s"]))
     recorder.phase("preflight")
     on_slurm = cell["cluster"]["kind"] == "slurm"
     allocation = find_allocation(os.environ) if on_slurm else None
@@ -130,7 +131,7 @@ def drive(cell: Cell, store: Store, attempt: Path) -> dict[str, Any]:
 
 def _failed(cell: Cell, attempt: Path, failure: Failure) -> dict[str, Any]:
     log.error("%s: %s", failure.type, failure.message)
-    verdict = "NOT_RUN" if failure.type == "unsupported" else "ERROR"
+    verdict = "NOT_RUN" if failure.type in ("unsupported", UPSTREAM) else "ERROR"
     return unjudged(cell, attempt.parent.name, attempt.name, verdict, failure)
 
 
@@ -190,9 +191,30 @@ def _refusal(attempt: Path, cell: Any) -> str | None:
         )
     if not attempt.is_dir():
         return f"{attempt} is not there: make the folder first."
-    if (attempt / EVENTS).exists() or (attempt / RESULT).exists():
+    begun = any((attempt / name).exists() for name in (EVENTS, RESULT))
+    if begun and not (attempt / jobs.CLAIM).exists():  # else it depends on whose claim it is
         return f"{attempt} was run before, and records only grow: make a new attempt beside it."
     return None
+
+
+def _second_start(cell: Cell, attempt: Path, claimed: Mapping[str, Any]) -> int:
+    """An attempt runs once. Where it is its own job that was started over, the attempt has ended with that."""
+    job = jobs.job_id(os.environ)
+    by = f"job {claimed['job']}" if claimed["job"] is not None else "another process"
+    print(
+        f"error: {attempt} was run before by {by}, and records only grow: make a new attempt beside it.",
+        file=sys.stderr,
+    )
+    result = read_json(attempt / RESULT)
+    if job is None or claimed["job"] != job or (result is not None and not _was_told_to_stop(result)):
+        return USAGE
+    failure = Failure("requeued", f"Job {job} was requeued while it ran, and an attempt is run only once.")
+    write_json(attempt / RESULT, _failed(cell, attempt, failure))
+    return ERROR
+
+
+def _was_told_to_stop(result: Mapping[str, Any]) -> bool:
+    return result["error"] is not None and result["error"]["type"] == "stopped"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -211,6 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         level=logging.INFO,
         format="%(asctime)s %(levelname)s %(name)s %(message)s",
     )
+    claimed = jobs.claim(attempt, os.environ)
+    if claimed is not None:
+        return _second_start(cell, attempt, claimed)
     result = drive(cell, Store(attempt.parents[2]), attempt)
     write_json(attempt / RESULT, result)
     if result["error"] is not None:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
@@ -13,8 +14,9 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from orchestrator import provenance, submit
+from orchestrator import follow, provenance, submit
 from orchestrator.failure import Failure
+from orchestrator.jobs import Book
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.plan import Cell
 from orchestrator.planning import Plan, Planned
@@ -22,6 +24,7 @@ from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
 from orchestrator.starts import cheapest_order
 from orchestrator.store import RESULT, Store, read_json, write_json
+from orchestrator.trails import INDEX, Experiment, load, read_trail
 
 Json = dict[str, Any]
 DRIVER_STOP_S = 60  # for a driver to stop its gangs and write its result
@@ -37,34 +40,101 @@ def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
         store.write_cell(one.cell)
     folder = store.new_experiment(plan.name)
     cells = [
-        {"id": one.id, "labels": one.cell["labels"], "arguments": list(one.arguments), "attempt": None}
+        {
+            "id": one.id,
+            "labels": one.cell["labels"],
+            "arguments": list(one.arguments),
+            "attempt": None,
+            "before": _ended(store, one.id),
+        }
         for one in plan.cells
     ]
-    created = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    write_json(
-        folder / "cells.json",
-        {"experiment": folder.name, "created": created, "command": list(command), "cells": cells},
-    )
+    index = {
+        "experiment": folder.name,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "command": list(command),
+        "rerun": plan.rerun,
+        "cells": cells,
+    }
+    write_json(folder / INDEX, index)
     return folder
 
 
-def run(store: Store, plan: Plan, folder: Path, out: Console) -> int:
-    """Runs what is missing, on this machine or on Slurm; returns the exit code of the verdict."""
+def _ended(store: Store, cell: str) -> int:
+    """Number of the last attempt at a cell that has a result: those after it are the new experiment's as well."""
+    ended = [path for path in store.attempts(cell) if store.result(path) is not None]
+    return int(ended[-1].name.partition("-")[2]) if ended else 0
+
+
+def run(store: Store, plan: Plan, folder: Path, out: Console, watch: bool) -> int:
+    """Runs what is missing: on Slurm, which is followed to the end only with `watch`, and on this machine. Returns the
+    exit code of the verdict; of what was submitted and not followed, 3 where Slurm refused something, else 0."""
     missing = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
     local = [one for one in missing if one.cell["cluster"]["kind"] == "local"]
     local = [local[number] for number in cheapest_order([one.cell for one in local])]
     _refuse_busy(store, local)
     out.print(f"{escape(folder.name)}: cells {len(plan.cells)}, to run {len(missing)}")
+    remote = load(store, folder)
+    look = bring_on(store, remote, out) if remote.cells else follow.Look(is_over=True)
     chosen = {
         one.id: Path(store.cell_dir(one.id), str(r["attempt"])) for one, r in _finished(store, plan, missing)
     }
-    chosen |= submit.run_jobs(store, slurm_cells(missing), out.print, plan.rerun)
     for number, one in enumerate(local, 1):
         out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}", soft_wrap=True)
         chosen[one.id] = run_here(store, one)
+    if watch and remote.cells:
+        follow.watch(store, remote, plainly(out))
+    elif not look.is_over:
+        return _detached(store, remote, look, folder, out)
+    chosen |= attempts_that_count(store, remote)
     code = conclude(store, folder, chosen, out)
     _mirror(store, [chosen[one.id] for one in missing if one.id in chosen], out)
     return code
+
+
+def bring_on(store: Store, experiment: Experiment, out: Console, tries: int = 3) -> follow.Look:
+    """Submits what is missing and says so; tries again where Slurm does not answer at once."""
+    for number in range(tries):
+        look = follow.advance(store, experiment, plainly(out))
+        if not look.trouble:
+            break
+        out.print(look.trouble, soft_wrap=True, markup=False)
+        time.sleep(number)
+    return look
+
+
+def _detached(store: Store, remote: Experiment, look: follow.Look, folder: Path, out: Console) -> int:
+    refused = [name for name in remote.cells if _is_refused(store, name)]
+    counts = ", ".join(f"{word} {n}" for word, n in sorted(Counter(look.words.values()).items()))
+    out.print(f"{folder.name}: {counts}", markup=False)
+    out.print(f"python -m orchestrator status {folder.name} store={store.root}", soft_wrap=True, markup=False)
+    return 3 if refused or look.trouble else 0
+
+
+def _is_refused(store: Store, cell: str) -> bool:
+    attempts = store.attempts(cell)
+    result = store.result(attempts[-1]) if attempts else None
+    return result is not None and result["error"] is not None and result["error"]["type"] == submit.REFUSED
+
+
+def attempts_that_count(store: Store, experiment: Experiment) -> dict[str, Path]:
+    """By cell: the last attempt of the experiment that has a result, else the measurement that it reuses."""
+    book, found = Book(store), {}
+    for name, before in experiment.before.items():
+        if name not in experiment.cells:
+            continue
+        trail = read_trail(store, book, name, before)
+        earlier = store.finished(name)
+        if trail.attempts:
+            found[name] = trail.attempts[-1]
+        elif earlier is not None:
+            found[name] = store.cell_dir(name) / str(earlier["attempt"])
+    return found
+
+
+def plainly(out: Console) -> Callable[[str], None]:
+    """Prints lines as they are."""
+    return lambda text: out.print(text, soft_wrap=True, markup=False, highlight=False)
 
 
 def _mirror(store: Store, attempts: Sequence[Path], out: Console) -> None:
@@ -97,10 +167,6 @@ def _refuse_busy(store: Store, cells: Sequence[Planned]) -> None:
 
 def _labels(one: Planned) -> str:
     return " ".join(f"{key}={value}" for key, value in one.cell["labels"].items())
-
-
-def slurm_cells(cells: Sequence[Planned]) -> dict[str, Cell]:
-    return {one.id: one.cell for one in cells if one.cell["cluster"]["kind"] == "slurm"}
 
 
 def run_here(store: Store, one: Planned) -> Path:
@@ -150,11 +216,11 @@ def _terminated(_number: int, _frame: FrameType | None) -> None:
 
 def conclude(store: Store, folder: Path, chosen: Mapping[str, Path], out: Console) -> int:
     """Notes which attempts count, and writes verdict and reports from their results."""
-    index = read_json(folder / "cells.json")
+    index = read_json(folder / INDEX)
     for entry in index["cells"]:
         if entry["id"] in chosen:
             entry["attempt"] = chosen[entry["id"]].name
-    write_json(folder / "cells.json", index)
+    write_json(folder / INDEX, index)
     return write_verdict(store, folder, out)
 
 
@@ -179,7 +245,7 @@ def write_verdict(
     from orchestrator.report.markdown import markdown
     from orchestrator.report.table import print_table
 
-    index = read_json(folder / "cells.json")
+    index = read_json(folder / INDEX)
     results = []
     for entry in index["cells"]:
         results += _results(store, entry, revise)

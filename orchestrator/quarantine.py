@@ -53,3 +53,10 @@ def nodes(store: Store, now: float | None = None) -> list[str]:
     last = {line["node"]: line["until"] for line in entries(store)}
     moment = time.time() if now is None else now
     return sorted(node for node, until in last.items() if until > moment)
+
+
+def at_fault(error: Mapping[str, Any] | None) -> list[str]:
+    """Nodes that an attempt's error names as the bad ones."""
+    if error is None or error["type"] not in NODE_FAULTS or not isinstance(error["node"], str):
+        return []
+    return error["node"].split(",")

@@ -266,8 +266,13 @@ def _policy(root: Root) -> Problems:
         yield f"policy.coverage is {root.policy.coverage}; it is a fraction, above 0 and at most 1."
     if root.policy.step_timeout_s < 1:
         yield f"policy.step_timeout_s is {root.policy.step_timeout_s}; it must be at least 1 second."
-    if root.policy.retries < 0:
-        yield f"policy.retries is {root.policy.retries}; it must be at least 0."
+    for kind, count in asdict(root.policy.retries).items():
+        if count < 0:
+            yield f"policy.retries.{kind} is {count}; it must be at least 0."
+    if root.policy.max_attempts < 1:
+        yield f"policy.max_attempts is {root.policy.max_attempts}; it must be at least 1."
+    if root.policy.quarantine_s < 0:
+        yield f"policy.quarantine_s is {root.policy.quarantine_s}; it must be at least 0."
 
 
 RULES: tuple[Callable[[Root], Problems], ...] = (_steps, _checks, _checkpoints, _collect, _policy)

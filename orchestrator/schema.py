@@ -93,10 +93,30 @@ class Collect:
 
 
 @dataclass
+class Retries:
+    """Fresh jobs of one cell after failures of one type. Failures of the program have no key: they are results."""
+
+    node_lost: int = 2
+    node_failed: int = 2
+    boot_failed: int = 2
+    bad_node: int = 2
+    gpu_failed: int = 2
+    connection_lost: int = 1
+    launch_failed: int = 1
+    lost: int = 1
+    preempted: int = 3
+    requeued: int = 2
+    out_of_memory: int = 0
+    time_limit: int = 0
+
+
+@dataclass
 class Policy:
     coverage: float = 0.999
     step_timeout_s: int = 1800
-    retries: int = 1  # fresh jobs after a failure of the cluster
+    retries: Retries = field(default_factory=Retries)
+    max_attempts: int = 4  # of one cell in one experiment, whatever their failures were
+    quarantine_s: int = 14400  # how long a node that failed is avoided
 
 
 @dataclass
@@ -120,6 +140,8 @@ class Cluster:
     exclude: Any = None
     constraint: Any = None
     exclusive: bool = True
+    array_limit: int | None = None  # tasks in one job array; null: MaxArraySize, asked of scontrol
+    max_jobs: int | None = None  # of one experiment that run at once; null: as many as the cluster takes
     segment: bool = False  # place each EP group inside one NVLink domain; needs Slurm 23.11
     image: Any = None  # container of the ranks (pyxis); null: the node's own environment
     image_digest: Any = None  # "sha256:..." that the image must have

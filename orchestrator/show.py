@@ -1,4 +1,4 @@
-"""Prints a plan: cells, layout, memory, steps, checks, references, batch script. At most 100 columns."""
+"""Prints a plan: cells, layout, memory, steps, checks, references. At most 100 columns."""
 
 import json
 import sys
@@ -16,8 +16,9 @@ from orchestrator.architectures import architecture
 from orchestrator.plan import Cell, Reference, canonical, cell_arms, references
 from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
-from orchestrator.sbatch import script
+from orchestrator.scheduling import levels, needs
 from orchestrator.schema import RULES, Root
+from orchestrator.show_jobs import show_jobs
 from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
 from workloads.spec import Step
@@ -37,7 +38,10 @@ def console() -> Console:
 
 def show_plan(out: Console, plan: Plan, store: Store) -> None:
     _summary(out, plan, store)
+    jobs = [one for one in _running(plan, store) if one.cell["cluster"]["kind"] == "slurm"]
     if len(plan.cells) > DETAILED:
+        if jobs:
+            show_jobs(out, jobs, store, detailed=False)
         out.print(f"\nPlan up to {DETAILED} cells at once to see layout, memory, steps and scripts.")
         return
     for one in _distinct(plan.cells, lambda r: (r.model, r.parallelism, r.backend, r.cluster.memory_gb)):
@@ -54,7 +58,13 @@ def show_plan(out: Console, plan: Plan, store: Store) -> None:
         _cell(out, one, sources[one.id])
         if not shared:
             _checks(out, one.cell)
-        _where(out, one, store)
+        _where(out, one)
+    if jobs:
+        show_jobs(out, jobs, store, detailed=True)
+
+
+def _running(plan: Plan, store: Store) -> list[Planned]:
+    return [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
 
 
 def _distinct(planned: Sequence[Planned], key: Callable[[Root], object]) -> list[Planned]:
@@ -211,11 +221,16 @@ def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
         out.print(line)
 
 
-def _where(out: Console, one: Planned, store: Store) -> None:
-    if one.cell["cluster"]["kind"] == "slurm":
-        _script(out, one, store)
-    else:
+def _where(out: Console, one: Planned) -> None:
+    cluster = one.cell["cluster"]
+    if cluster["kind"] != "slurm":
         out.print("  runs as processes of this machine")
+    if cluster["image"] is not None:
+        out.print(escape(f"  ranks run in the container {cluster['image']}, by srun --container-image"))
+        for mount in cluster["mounts"]:
+            out.print(escape(f"    mounts {mount}"))
+    for name, value in cluster["env"].items():
+        out.print(escape(f"  ranks get {name}={value}"))
 
 
 def _steps(out: Console, cell: Cell) -> None:
@@ -251,8 +266,7 @@ def _checks(out: Console, cell: Cell) -> None:
 def _sources(plan: Plan, store: Store) -> dict[str, list[str]]:
     """By cell: a line for each reference that says where it comes from, and the engine starts."""
     lines = {one.id: [_reference_line(r, "in the store") for r in references(one.cell)] for one in plan.cells}
-    running = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
-    for together in _one_by_one(running):
+    for together in _in_order(_running(plan, store), store):
         found = engine_starts([one.cell for one in together], store.holds)
         for one, starts in zip(together, found, strict=True):
             lines[one.id] = [_reference_line(s.reference, _origin(s, one, together)) for s in starts.sources]
@@ -260,11 +274,13 @@ def _sources(plan: Plan, store: Store) -> dict[str, list[str]]:
     return lines
 
 
-def _one_by_one(running: Sequence[Planned]) -> list[list[Planned]]:
-    """Cells that run one after another, so that each finds what those before it left; jobs run at any time."""
+def _in_order(running: Sequence[Planned], store: Store) -> list[list[Planned]]:
+    """Cells in orders in which each finds what those before it left: those of this machine, and those of Slurm."""
     local = [one for one in running if one.cell["cluster"]["kind"] != "slurm"]
+    jobs = {one.id: one for one in running if one.cell["cluster"]["kind"] == "slurm"}
+    level = levels(needs({name: one.cell for name, one in jobs.items()}, store.holds))
     ordered = [local[number] for number in cheapest_order([one.cell for one in local])]
-    return [ordered, *([one] for one in running if one.cell["cluster"]["kind"] == "slurm")]
+    return [ordered, [jobs[name] for name in sorted(jobs, key=level.__getitem__)]]
 
 
 def _origin(source: Source, one: Planned, running: Sequence[Planned]) -> str:
@@ -279,17 +295,3 @@ def _origin(source: Source, one: Planned, running: Sequence[Planned]) -> str:
 def _reference_line(reference: Reference, origin: str) -> str:
     saves = f"; writes the files of a start via {reference.save}" if reference.save else ""
     return f"  needs {reference.name} of {reference.arm}: {reference.key[:SHORT]}, {origin}{saves}"
-
-
-def _script(out: Console, one: Planned, store: Store) -> None:
-    cluster = one.cell["cluster"]
-    attempt = store.cell_dir(one.id) / f"attempt-{len(store.attempts(one.id)) + 1:03d}"
-    if cluster["image"] is not None:
-        out.print(escape(f"  ranks run in the container {cluster['image']}, by srun --container-image"))
-        for mount in cluster["mounts"]:
-            out.print(escape(f"    mounts {mount}"))
-    for name, value in cluster["env"].items():
-        out.print(escape(f"  ranks get {name}={value}"))
-    out.print("  sbatch script:")
-    for line in script(one.cell, one.id, attempt).splitlines():
-        out.print(f"    {line}", markup=False, soft_wrap=True)

@@ -1,7 +1,8 @@
-"""What the cells of the runs in a store are doing."""
+"""What the cells of the runs in a store are doing: from their files, and one look at Slurm for all of them."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,53 @@ from rich.console import Console
 from rich.markup import escape
 
 from orchestrator import slurm
+from orchestrator.jobs import Book, Task
 from orchestrator.show import SHORT, table
 from orchestrator.store import Store, StoreError, read_json
-from orchestrator.submit import JOB
+from orchestrator.trails import INDEX
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CellState:
+    """The latest attempt at a cell. result: None while there is none. task: of an attempt that was handed to Slurm.
+    job: what Slurm knows of it."""
+
+    attempt: Path | None
+    result: Json | None
+    task: Task | None
+    job: slurm.JobState | None
+
+
+@dataclass(frozen=True)
+class States:
+    """Of many cells at one moment. trouble: why Slurm could not be asked, else ""."""
+
+    cells: dict[str, CellState]
+    trouble: str
+
+
+def states(store: Store, names: Sequence[str]) -> States:
+    """Of cells by id. At most one call of squeue and one of sacct, and none where every cell has a result."""
+    book, found = Book(store), dict[str, CellState]()
+    for name in dict.fromkeys(names):
+        attempts = store.attempts(name)
+        attempt = attempts[-1] if attempts else None
+        result = store.result(attempt) if attempt is not None else None
+        task = book.task(attempt) if attempt is not None and result is None else None
+        found[name] = CellState(attempt, result, task, None)
+    waiting = {name: state.task for name, state in found.items() if state.task is not None}
+    if not waiting:
+        return States(found, "")
+    try:
+        survey = slurm.survey({task.batch.job for task in waiting.values() if task.batch.job is not None})
+    except slurm.SlurmError as error:
+        return States(found, str(error))
+    for name, task in waiting.items():
+        job = survey.state(task.id) if task.id is not None else None
+        found[name] = CellState(found[name].attempt, None, task, job)
+    return States(found, "")
 
 
 def show_status(store: Store, names: Sequence[str], out: Console) -> int:
@@ -19,56 +64,58 @@ def show_status(store: Store, names: Sequence[str], out: Console) -> int:
     if names:
         folders = [store.find_experiment(name) for name in names]
     else:
-        folders = sorted((path.parent for path in store.experiments.glob("*/cells.json")), key=_age)
-    for folder in folders:
-        _show(store, folder, out)
+        folders = sorted((path.parent for path in store.experiments.glob(f"*/{INDEX}")), key=_age)
+    indexes = {folder: read_json(folder / INDEX) for folder in folders}
+    found = states(store, [cell["id"] for index in indexes.values() for cell in index["cells"]])
+    for folder, index in indexes.items():
+        _show(store, folder, index["cells"], found, out)
+    if found.trouble:
+        out.print(f"Nothing is known of jobs: {found.trouble}", soft_wrap=True, markup=False)
     if not folders:
         out.print(f"No run in {store.root} yet.")
     return 0
 
 
 def _age(folder: Path) -> float:
-    return (folder / "cells.json").stat().st_mtime
+    return (folder / INDEX).stat().st_mtime
 
 
-def _show(store: Store, folder: Path, out: Console) -> None:
-    index = read_json(folder / "cells.json")
+def _show(store: Store, folder: Path, cells: Sequence[Json], found: States, out: Console) -> None:
     verdict = read_json(folder / "verdict.json")
     out.print(f"[bold]{escape(folder.name)}[/]: {verdict['verdict'] if verdict else 'no verdict yet'}")
-    cells = index["cells"]
     varied = [key for key in cells[0]["labels"] if len({cell["labels"].get(key) for cell in cells}) > 1]
     rows = table("cell", *varied, "attempt", "state")
     for cell in cells:
         labels = (escape(str(cell["labels"].get(key, ""))) for key in varied)
-        rows.add_row(cell["id"][:SHORT], *labels, *_state(store, cell))
+        state = found.cells[cell["id"]]
+        attempt = state.attempt.name if state.attempt is not None else ""
+        rows.add_row(cell["id"][:SHORT], *labels, attempt, _state(store, cell["id"], state))
     out.print(rows)
 
 
-def _state(store: Store, cell: dict[str, Any]) -> tuple[str, str]:
-    attempts = store.attempts(cell["id"])
-    if not attempts:
-        return "", "not started"
-    attempt = attempts[-1]
-    result = store.result(attempt)
-    if result is not None:
-        error = f" ({result['error']['type']})" if result["error"] else ""
-        return attempt.name, result["verdict"] + error
+def _state(store: Store, cell: str, state: CellState) -> str:
+    if state.attempt is None:
+        return "not started"
+    if state.result is not None:
+        error = state.result["error"]
+        return str(state.result["verdict"]) + (f" ({error['type']})" if error else "")
+    if state.task is not None:
+        return _job_state(state.task, state.job)
     try:
-        with store.locked(cell["id"]):
-            return attempt.name, _job_state(attempt)
+        with store.locked(cell):
+            return "stopped without a result"
     except StoreError:
-        return attempt.name, f"running since {_clock(attempt)}"
+        return f"running since {_clock(state.attempt)}"
 
 
-def _job_state(attempt: Path) -> str:
-    record = read_json(attempt / JOB)
-    if record is None:
-        return "stopped without a result"
-    try:
-        state = slurm.job_state(str(record["job"]))
-    except slurm.SlurmError as error:
-        return f"job {record['job']}, unknown: {error}"
-    return f"job {record['job']} {state.state or 'gone'}" + (", no result" if state.ended else "")
+def _job_state(task: Task, job: slurm.JobState | None) -> str:
+    if task.id is None:
+        return "written, not known to be submitted: run it again"
+    if job is None:
+        return f"job {task.id} unknown to Slurm, no result"
+    where = f" on {job.nodes}" if job.nodes else ""
+    why = f" ({job.reason})" if job.state == "PENDING" and job.reason not in ("", "None") else ""
+    return f"job {task.id} {job.state}{why}{where}" + (", no result" if job.is_finished else "")
 
 
 def _clock(attempt: Path) -> str:

@@ -6,16 +6,18 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from orchestrator.plan import Cell, cell_id, references
 from workloads.loading.paths import MANIFEST
 
 FINISHED = ("PASS", "FAIL", "INCONCLUSIVE", "NOT_RUN")  # an ERROR is no measurement: it is tried again
+UPSTREAM = "upstream"  # failure type of a NOT_RUN: another cell did not make what this one needs
 RESULT = "result.json"
+LOCK_WAIT_S = 180.0  # for another process that submits; longer than a command of Slurm may take
 
 
 class StoreError(Exception):
@@ -106,7 +108,7 @@ class Store:
     def finished(self, cell: str) -> dict[str, Any] | None:
         """The latest result of the cell that measured something."""
         results = (self.result(attempt) for attempt in reversed(self.attempts(cell)))
-        return next((r for r in results if r is not None and r["verdict"] in FINISHED), None)
+        return next((r for r in results if r is not None and is_measured(r)), None)
 
     def result(self, attempt: Path) -> dict[str, Any] | None:
         """`result.json` of an attempt; it counts only for the attempt and cell that it names."""
@@ -158,24 +160,65 @@ class Store:
         with ExitStack() as stack:
             yield [stack.enter_context(_lock(self.cell_dir(cell))) for cell in sorted(set(cells))]
 
+    @contextmanager
+    def submitting(self, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
+        """Holds the store's lock of submissions: one process at a time looks at what its cells need and submits it.
+        Yields the lock's descriptor. Waits for another holder; raises StoreError, naming it, after `wait_s`."""
+        deadline = time.monotonic() + wait_s
+        with (self.root / "submitting").open("a+") as file:
+            while not _locks(file):
+                if time.monotonic() > deadline:
+                    file.seek(0)
+                    raise StoreError(
+                        f"{self.root} is being submitted from by {file.read().strip() or 'another process'} for "
+                        f"{wait_s:.0f} s: wait for it, or end it."
+                    )
+                time.sleep(0.1)
+            _sign(file)
+            yield file.fileno()
+
+    def now(self) -> float:
+        """The time by the clock of the store's file system, which also dates its files: hosts' clocks differ."""
+        probe = self.root / ".clock"
+        probe.touch(mode=0o600)
+        return probe.stat().st_mtime
+
+
+def is_measured(result: Mapping[str, Any]) -> bool:
+    """Whether a result stands: not an ERROR, nor a NOT_RUN for another cell's failure."""
+    error = result["error"]
+    return result["verdict"] in FINISHED and (error is None or error["type"] != UPSTREAM)
+
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[int]:
     folder.mkdir(mode=0o700, exist_ok=True)
     path = folder / "lock"
     with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locks(file):
             file.seek(0)
             raise StoreError(
                 f"Cell {folder.name[:12]} is being run by {file.read().strip() or 'another process'}: wait for it, "
                 "or set another store=."
-            ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}\n")
-        file.flush()
+            )
+        _sign(file)
         yield file.fileno()
+
+
+def _locks(file: TextIO) -> bool:
+    """Takes the lock of an open file, if nobody has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(file: TextIO) -> None:
+    """Says in a locked file who holds it."""
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%H:%M:%S')}\n")
+    file.flush()
 
 
 def write_json(path: Path, data: Any, durable: bool = True) -> None:

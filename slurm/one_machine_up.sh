@@ -64,6 +64,8 @@ CompleteWait=0
 SlurmctldTimeout=10
 SlurmdTimeout=10
 MessageTimeout=10
+PreemptType=preempt/partition_prio
+PreemptMode=CANCEL
 SchedulerType=sched/backfill
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=2,bf_interval=2,bf_continue
 SETTINGS
@@ -73,8 +75,9 @@ SETTINGS
     echo "NodeName=gb200-$i NodeHostname=gb200-$i NodeAddr=127.0.1.$((10 + i)) Port=$((NODE_PORT + i))" \
       "Sockets=2 CoresPerSocket=72 RealMemory=900000 Gres=gpu:gb200:$GPUS Feature=gb200,nvl72"
   done
-  echo "PartitionName=gb200 Nodes=$NODE_LIST Default=YES DefaultTime=30:00 MaxTime=1-00:00:00"
-  echo "PartitionName=debug Nodes=$NODE_LIST MaxTime=30:00 PriorityTier=10"
+  echo "PartitionName=gb200 Nodes=$NODE_LIST Default=YES DefaultTime=30:00 MaxTime=1-00:00:00 PreemptMode=OFF"
+  echo "PartitionName=debug Nodes=$NODE_LIST MaxTime=30:00 PriorityTier=10 PreemptMode=OFF"
+  echo "PartitionName=preemptible Nodes=$NODE_LIST MaxTime=30:00 PriorityTier=1"
 }
 
 accounting_settings() {

@@ -1,6 +1,7 @@
 """Brings up the one-machine Slurm once for the session, shared with other sessions on this machine."""
 
 import fcntl
+import json
 import os
 import subprocess
 import tempfile
@@ -85,3 +86,13 @@ def submit(slurm: Callable[..., str], tmp_path: Path) -> Iterator[Callable[..., 
     for job in jobs:
         subprocess.run(["scancel", job.id], check=False)
         job.wait(30)
+
+
+@pytest.fixture
+def clean(slurm: Callable[..., str], tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """The same as `slurm`; jobs that a test leaves in stores below its folder are cancelled."""
+    yield slurm
+    records = [json.loads(file.read_text()) for file in tmp_path.glob("*/jobs/*/submitted.json")]
+    jobs = [record["job"] for record in records]
+    if jobs:
+        subprocess.run(["scancel", "--quiet", *jobs], check=False, timeout=60)

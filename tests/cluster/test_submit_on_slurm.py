@@ -1,6 +1,5 @@
 """The run verb on a real Slurm: one job per cell, its own result first, and a typed error when there is none."""
 
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ CELL = [
     "cluster.exclusive=false",
     "cluster.poll_s=0.5",
     "cluster.lost_after_s=5",
-    "policy.retries=0",
+    "policy.max_attempts=1",
     "backend.python=/nonexistent",  # the driver's preflight says so at once
 ]
 
@@ -39,11 +38,12 @@ def only_result(root: Path) -> tuple[dict[str, Any], Path]:
 def test_the_drivers_result_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SBATCH_PARTITION", "nonsense")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "99")
-    assert orchestrate(tmp_path, "run") == 3
-    result, attempt = only_result(tmp_path)
+    assert orchestrate(tmp_path, "run", "--watch") == 3
+    result, _ = only_result(tmp_path)
     assert result["error"]["type"] == "preflight"
     assert "/nonexistent" in result["error"]["message"]
-    assert read_json(attempt / "job.json")["removed_variables"] == [
+    [record] = tmp_path.glob("jobs/*/submitted.json")
+    assert read_json(record)["removed_variables"] == [
         "SBATCH_PARTITION",
         "SLURM_NTASKS_PER_NODE",
     ]
@@ -51,27 +51,11 @@ def test_the_drivers_result_comes_back(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("slurm")
 def test_a_job_that_dies_without_a_word_is_lost(tmp_path: Path) -> None:
-    assert orchestrate(tmp_path, "run", "cluster.setup=['echo last words', 'kill -9 $$']") == 3
+    assert orchestrate(tmp_path, "run", "--watch", "cluster.setup=['echo last words', 'kill -9 $$']") == 3
     result, _ = only_result(tmp_path)
     assert result["error"]["type"] == "lost"
     assert result["error"]["message"].startswith("LOST: job ")
     assert "last words" in result["error"]["log_tail"]
-
-
-@pytest.mark.usefixtures("slurm")
-def test_a_second_submission_finds_the_first_job(tmp_path: Path) -> None:
-    waiting = "cluster.setup=['sleep 300']"
-    assert orchestrate(tmp_path, "submit", waiting) == 0
-    [attempt] = tmp_path.glob("cells/*/attempt-*")
-    job = str(read_json(attempt / "job.json")["job"])
-    try:
-        (attempt / "job.json").unlink()  # as if the submitter had died right after sbatch
-        assert orchestrate(tmp_path, "submit", waiting) == 0
-        assert [path.name for path in tmp_path.glob("cells/*/attempt-*")] == ["attempt-001"]
-        assert read_json(attempt / "job.json")["job"] == job
-        assert not commands.job_state(job).ended
-    finally:
-        subprocess.run(["scancel", job], check=True)
 
 
 @pytest.mark.usefixtures("slurm")

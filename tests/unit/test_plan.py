@@ -131,7 +131,7 @@ ONLY_EXECUTION = [
     ("code", "candidate", "path", "/elsewhere"),
     ("code", "candidate", "commit", "f" * 40),
     ("policy", "step_timeout_s", 1),
-    ("policy", "retries", 5),
+    ("policy", "max_attempts", 5),
     ("cluster", "kind", "slurm"),
     ("cluster", "partition", "other"),
     ("cluster", "time", "01:00:00"),
@@ -334,15 +334,16 @@ def test_plan_text(name: str, engines: Path, tmp_path: Path, monkeypatch: pytest
     if os.environ.get("UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text()
-    assert all(len(line) <= 100 for line in done.stdout.partition("sbatch script:")[0].splitlines())
+    assert all(len(line) <= 100 for line in done.stdout.partition("sbatch script of")[0].splitlines())
     assert list(tmp_path.iterdir()) == [], "a plan writes nothing"
 
 
 def test_the_script_is_submitits_template_with_our_rules(tmp_path: Path) -> None:
     [one] = plan([*GB200[1:], "load_path=cold"]).cells
-    text = script(one.cell, one.id, tmp_path)
+    text = script(one.cell, tmp_path / "B", 7, ["n3"], ["12", "13_4"])
     lines = text.splitlines()
-    for flag in ("no-requeue", f"comment={one.id}", "exclusive", "segment=4", "nodes=4", "gpus-per-node=4"):
+    flags = ("no-requeue", "kill-on-invalid-dep=yes", "comment=refit:B", "exclusive", "segment=4", "nodes=4")
+    for flag in (*flags, "gpus-per-node=4", "array=0-6%7", "exclude=n3", "dependency=afterany:12:13_4"):
         assert f"#SBATCH --{flag}" in lines
     assert "#SBATCH --signal=B:TERM@120" in lines, "submitit's own would kill the ranks before the driver"
     assert not any(line.startswith("srun") for line in lines)

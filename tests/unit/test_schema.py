@@ -214,7 +214,9 @@ BROKEN = [
     ),
     (["collect.prompts=[]"], r"collect\.prompts is empty"),
     (["policy.coverage=2"], r"policy\.coverage is 2\.0"),
-    (["policy.retries=-1"], r"policy\.retries is -1; it must be at least 0"),
+    (["policy.retries.lost=-1"], r"policy\.retries\.lost is -1; it must be at least 0"),
+    (["policy.max_attempts=0"], r"policy\.max_attempts is 0; it must be at least 1"),
+    (["cluster.max_jobs=0"], r"cluster\.max_jobs is 0; it must be at least 1"),
     (["policy.step_timeout_s=0"], r"policy\.step_timeout_s is 0"),
     # memory
     (

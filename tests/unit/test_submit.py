@@ -1,96 +1,42 @@
-"""Submission and waiting against a fake Slurm: four commands that read and write one folder."""
+"""Submission and following with a fake Slurm: nothing submitted twice, nothing lost, every end has its type."""
 
-import json
 import os
 import subprocess
-import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 
-from orchestrator import slurm
-from orchestrator.failure import Failure
-from orchestrator.planning import Planned, plan
+from orchestrator import follow, quarantine, slurm
+from orchestrator.experiment import start
+from orchestrator.failure import AttemptError, Failure
+from orchestrator.follow import Look, advance
+from orchestrator.jobs import Book, claim
+from orchestrator.plan import references
+from orchestrator.planning import Plan, plan
 from orchestrator.result import unjudged
 from orchestrator.sbatch import script
 from orchestrator.store import Store, StoreError, read_json, write_json
-from orchestrator.submit import SubmitError, Watch, live_attempt, run_jobs, submit, wait
+from orchestrator.trails import Experiment, load, renew
+from orchestrator.upstream import check
 
-# The first lines are both shell and Python: a path with a space cannot stand behind `#!`.
-FAKE = """#!/bin/sh
-'''exec' "{python}" "$0" "$@"
-' '''
-import json, os, pathlib, sys
-root = pathlib.Path({root!r})
-name, arguments = pathlib.Path(sys.argv[0]).name, sys.argv[1:]
-fault = root / (name + ".fault")
-if fault.exists():
-    sys.exit(fault.read_text())
-jobs = json.loads((root / "jobs.json").read_text())
-if name == "sbatch":
-    text = pathlib.Path(arguments[0]).read_text()
-    comment = next(l.split("=", 1)[1] for l in text.splitlines() if l.startswith("#SBATCH --comment="))
-    job = str(100 + len(jobs))
-    jobs[job] = dict(state="PENDING", comment=comment, script=arguments[0], text=text, env=dict(os.environ))
-    (root / "jobs.json").write_text(json.dumps(jobs))
-    print("Submitted batch job", job)
-elif name == "squeue":
-    for job, it in jobs.items():
-        if not it.get("gone"):
-            print(job, it["state"], it["comment"], it["script"], sep="|")
-elif name == "sacct":
-    it = jobs.get(arguments[arguments.index("-j") + 1])
-    if it and it.get("accounted"):
-        print(it["accounted"])
-elif name == "sinfo":
-    print((root / "sinfo").read_text())
-"""
-
-
-class Cluster:
-    """jobs: what the fake knows of each job id; change it to change the cluster."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.jobs = {}
-        for name in ("sbatch", "squeue", "sacct", "sinfo", "srun"):
-            path = root / "bin" / name
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(FAKE.format(python=sys.executable, root=str(root)))
-            path.chmod(0o755)
-
-    @property
-    def jobs(self) -> dict[str, dict[str, Any]]:
-        return dict(json.loads((self.root / "jobs.json").read_text()))
-
-    @jobs.setter
-    def jobs(self, jobs: dict[str, dict[str, Any]]) -> None:
-        (self.root / "jobs.json").write_text(json.dumps(jobs))
-
-    def change(self, job: str, **changes: Any) -> None:
-        jobs = self.jobs
-        jobs[job] |= changes
-        self.jobs = jobs
-
-    def fault(self, name: str, message: str | None) -> None:
-        path = self.root / f"{name}.fault"
-        path.unlink(missing_ok=True)
-        if message is not None:
-            path.write_text(message)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    slurm.partition_limit.cache_clear()
-    return Cluster(tmp_path)
+BATCH = ["cluster=slurm", "cluster.partition=batch", "cluster.partition_limit=02:00:00", "collect=tensors"]
 
 
 @pytest.fixture(scope="module")
-def planned() -> Planned:
-    [one] = plan(["cluster=slurm", "cluster.partition=batch", "cluster.partition_limit=02:00:00"]).cells
-    return one
+def apart() -> Plan:
+    """Three cells that share nothing."""
+    return plan([*BATCH, "load_path=cold", "checkpoints.new.seed=1,2,3"], multirun=True)
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Plan:
+    """Two cells that need the same fresh start, which the first one makes."""
+    return plan([*BATCH, "load_path=cold,direct"], multirun=True)
 
 
 @pytest.fixture
@@ -98,211 +44,503 @@ def store(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "runs")
 
 
-def finish(attempt_dir: Path, verdict: str = "PASS") -> None:
-    result = {"cell": attempt_dir.parent.name, "attempt": attempt_dir.name, "verdict": verdict, "error": None}
-    write_json(attempt_dir / "result.json", result)
+class Run:
+    """One experiment on the fake cluster. said: what was reported."""
+
+    def __init__(self, store: Store, made: Plan) -> None:
+        self.store, self.folder = store, start(store, made, [])
+        self.experiment: Experiment = load(store, self.folder)
+        self.names = list(self.experiment.cells)
+        self.said: list[str] = []
+
+    def look(self) -> Look:
+        return advance(self.store, self.experiment, self.said.append)
+
+    def attempt(self, cell: int = 0) -> Path:
+        return self.store.attempts(self.names[cell])[-1]
+
+    def count(self) -> list[int]:
+        return [len(self.store.attempts(name)) for name in self.names]
+
+    def error(self, cell: int = 0) -> dict[str, Any]:
+        result = self.store.result(self.attempt(cell))
+        assert result is not None
+        return dict(result["error"])
+
+    def finish(self, cell: int, type_: str | None = None, node: str | None = None) -> None:
+        """The driver's result: a PASS that leaves its references, or a typed ERROR."""
+        attempt, frozen = self.attempt(cell), self.experiment.cells[self.names[cell]]
+        if type_ is None:
+            for reference in references(frozen):
+                (self.store.references / reference.key).mkdir(exist_ok=True)
+        verdict, failure = (
+            ("PASS" if type_ is None else "ERROR"),
+            Failure(type_ or "", "It broke.", node=node),
+        )
+        result = unjudged(frozen, attempt.parent.name, attempt.name, verdict, failure)
+        write_json(attempt / "result.json", result if type_ else {**result, "error": None})
+
+    def age(self, cell: int, seconds: float) -> None:
+        """As if the look that found the attempt's job gone had been so long ago."""
+        marker = self.attempt(cell) / "gone"
+        then = marker.stat().st_mtime - seconds
+        os.utime(marker, (then, then))
 
 
-def submitted(store: Store, planned: Planned) -> Path:
-    attempt = submit(store, planned.cell, planned.id)
-    assert attempt is not None
-    return attempt
+@pytest.fixture
+def run(cluster: Cluster, store: Store, apart: Plan) -> Run:
+    return Run(store, apart)
 
 
-def test_what_is_submitted_is_what_was_planned(cluster: Cluster, store: Store, planned: Planned) -> None:
-    attempt = submitted(store, planned)
-    job = cluster.jobs["100"]
-    assert job["text"] == script(planned.cell, planned.id, attempt)
-    assert read_json(attempt / "job.json")["job"] == "100"
-    assert (attempt / "slurm" / "100_submission.sh").is_file()
+def test_everything_is_on_disk_before_one_sbatch(cluster: Cluster, run: Run) -> None:
+    cluster.fault("sbatch", "sbatch: error: Batch job submission failed: Unable to contact slurm controller")
+    look = run.look()
+    assert "Unable to contact" in look.trouble
+    [batch] = (run.store.root / "jobs").iterdir()
+    assert (batch / "tasks").read_text().splitlines() == [str(run.attempt(i)) for i in range(3)]
+    for cell in range(3):
+        attempt = run.attempt(cell)
+        assert read_json(attempt.parent / "cell.json") == run.experiment.cells[run.names[cell]]
+        assert (attempt / "provenance.json").is_file()
+        assert read_json(attempt / "job.json") == {"batch": batch.name, "task": cell, "needs": []}
+    assert not list(run.store.root.rglob("*.pkl")), "the job is a command: there is no pickle to strand"
+    cluster.fault("sbatch", None)
+    cluster.calls()
+    assert set(run.look().words.values()) == {"PENDING"}, "the batch that was written, not another one"
+    assert cluster.calls().count("sbatch") == 1
+    assert run.count() == [1, 1, 1]
+    assert cluster.jobs["100"]["text"] == (batch / "script.sh").read_text()
 
 
-def test_all_that_the_job_reads_is_there_before_sbatch(
-    cluster: Cluster, store: Store, planned: Planned
-) -> None:
-    cluster.fault("sbatch", "sbatch: error: Batch job submission failed: Invalid account")
-    with pytest.raises(SubmitError, match=r"sbatch refused cell .*Invalid account"):
-        submit(store, planned.cell, planned.id)
-    [attempt] = store.attempts(planned.id)
-    assert read_json(attempt.parent / "cell.json") == planned.cell
-    assert (attempt / "provenance.json").is_file()
-    assert not list(attempt.rglob("*.pkl")), "the job is a command: there is no pickle to strand"
+def test_the_script_is_that_of_the_plan(cluster: Cluster, run: Run) -> None:
+    run.look()
+    task = Book(run.store).task(run.attempt(1))
+    assert task is not None
+    assert task.id == "100_1"
+    cell = run.experiment.cells[run.names[0]]
+    assert cluster.jobs["100"]["text"] == script(cell, task.batch.folder, 3)
 
 
 def test_inherited_variables_do_not_reach_sbatch(
-    cluster: Cluster, store: Store, planned: Planned, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaking = {"SBATCH_PARTITION": "x", "SLURM_NTASKS_PER_NODE": "9", "SRUN_DEBUG": "1", "PMI_RANK": "0"}
-    for name, value in leaking.items():
+    for name, value in (leaking | {"SLURM_CONF": "/etc/slurm.conf"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    attempt = submitted(store, planned)
+    run.look()
     seen = cluster.jobs["100"]["env"]
     assert leaking.keys().isdisjoint(seen)
     assert seen["SLURM_CONF"] == "/etc/slurm.conf"
-    assert read_json(attempt / "job.json")["removed_variables"] == sorted(leaking)
+    [record] = run.store.root.glob("jobs/*/submitted.json")
+    assert read_json(record)["removed_variables"] == sorted(leaking)
     assert os.environ["SBATCH_PARTITION"] == "x", "only taken out for the submission"
 
 
-def test_a_live_job_is_found_again(cluster: Cluster, store: Store, planned: Planned) -> None:
-    first = submitted(store, planned)
-    assert submit(store, planned.cell, planned.id) == first
-    (first / "job.json").unlink()  # its submitter died right after sbatch
-    assert submit(store, planned.cell, planned.id) == first
-    assert read_json(first / "job.json")["job"] == "100"
-    assert len(cluster.jobs) == 1
+def test_a_job_is_found_again_by_its_comment(cluster: Cluster, run: Run) -> None:
+    """Its submitter died between sbatch and noting the id."""
+    run.look()
+    [record] = run.store.root.glob("jobs/*/submitted.json")
+    record.unlink()
+    run.look()
+    assert read_json(record)["job"] == "100"
+    assert read_json(record)["adopted"]
+    assert list(cluster.jobs) == ["100"]
+    assert run.count() == [1, 1, 1]
 
 
-def test_the_same_cell_in_another_store_is_another_job(
-    cluster: Cluster, store: Store, planned: Planned, tmp_path: Path
+def test_sbatch_that_fails_after_submitting(cluster: Cluster, run: Run) -> None:
+    cluster.fault("sbatch", "after:sbatch: error: Batch job submission failed: Socket timed out")
+    assert run.look().trouble == ""
+    assert list(cluster.jobs) == ["100"]
+    [record] = run.store.root.glob("jobs/*/submitted.json")
+    assert read_json(record)["job"] == "100"
+
+
+def test_a_script_that_was_taken_twice_is_cancelled_once(cluster: Cluster, run: Run) -> None:
+    run.look()
+    cluster.jobs = cluster.jobs | {"101": cluster.jobs["100"]}
+    run.look()
+    assert [set(job["states"]) for job in cluster.jobs.values()] == [{"PENDING"}, {"CANCELLED"}]
+
+
+def test_the_same_cells_in_another_store_are_other_jobs(
+    cluster: Cluster, run: Run, apart: Plan, tmp_path: Path
 ) -> None:
-    submitted(store, planned)
-    submitted(Store.open(tmp_path / "other"), planned)
+    run.look()
+    Run(Store.open(tmp_path / "other"), apart).look()
     assert len(cluster.jobs) == 2
 
 
-@pytest.mark.parametrize("ended", [{"gone": True}, {"state": "NODE_FAIL"}])
-def test_a_dead_job_is_replaced(
-    cluster: Cluster, store: Store, planned: Planned, ended: dict[str, Any]
-) -> None:
-    first = submitted(store, planned)
-    cluster.change("100", **ended)
-    assert live_attempt(store, planned.id) is None
-    assert submitted(store, planned).name == "attempt-002"
-    assert first.name == "attempt-001"
+def test_two_operators_submit_every_cell_once(cluster: Cluster, run: Run) -> None:
+    threads = [threading.Thread(target=run.look) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert list(cluster.jobs) == ["100"]
+    assert run.count() == [1, 1, 1]
 
 
-def test_a_finished_cell_is_not_submitted(cluster: Cluster, store: Store, planned: Planned) -> None:
-    finish(submitted(store, planned))
-    assert submit(store, planned.cell, planned.id) is None
-    again = submit(store, planned.cell, planned.id, rerun=True)
-    assert again is not None
-    assert again.name == "attempt-002"
+def test_a_second_operator_waits_and_names_the_first(store: Store) -> None:
+    with (
+        store.submitting(),
+        pytest.raises(StoreError, match=f"submitted from by process {os.getpid()}"),
+        store.submitting(0.2),
+    ):
+        pass
 
 
-def test_two_submitters_at_once_make_one_job(cluster: Cluster, store: Store, planned: Planned) -> None:
-    store.write_cell(planned.cell)
-    with store.locked(planned.id), pytest.raises(StoreError, match="is being run by"):
-        submit(store, planned.cell, planned.id)
-    assert cluster.jobs == {}
+def test_a_cell_that_runs_here_is_left_alone(cluster: Cluster, run: Run) -> None:
+    with run.store.locked(run.names[1]):
+        run.look()
+    assert run.count() == [1, 0, 1]
 
 
-def test_without_slurm_it_says_so(store: Store, planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(SubmitError, match="sbatch is not on the PATH"):
-        submit(store, planned.cell, planned.id)
+def test_finished_cells_are_not_submitted_but_when_asked(cluster: Cluster, run: Run, apart: Plan) -> None:
+    run.look()
+    for cell in range(3):
+        run.finish(cell)
+    cluster.calls()
+    assert run.look().is_over
+    assert cluster.calls() == [], "nothing to ask"
+    assert Run(run.store, apart).look().is_over
+    again = Run(run.store, replace(apart, rerun=True))
+    again.look()
+    assert again.count() == [2, 2, 2]
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def test_chunks_below_the_clusters_limit(cluster: Cluster, run: Run) -> None:
+    cluster.say("scontrol", "MaxArraySize            = 2")
+    run.look()
+    assert [len(job["states"]) for job in cluster.jobs.values()] == [2, 1]
+    assert {job["after"] for job in cluster.jobs.values()} == {""}
 
 
-@pytest.fixture
-def watch(cluster: Cluster, store: Store, planned: Planned, clock: Clock) -> Watch:
-    return Watch(store, planned.cell, submitted(store, planned), clock)
+def test_a_limit_of_jobs_holds_over_chunks(cluster: Cluster, store: Store) -> None:
+    made = plan(
+        [
+            *BATCH,
+            "load_path=cold",
+            "checkpoints.new.seed=1,2,3,4,5",
+            "cluster.max_jobs=2",
+            "cluster.array_limit=3",
+        ],
+        multirun=True,
+    )
+    Run(store, made).look()
+    first, second = cluster.jobs.values()
+    assert "#SBATCH --array=0-2%2" in first["text"]
+    assert "#SBATCH --array=0-1%2" in second["text"]
+    assert (first["after"], second["after"]) == ("", "afterany:100"), (
+        "one after the other: each has its own limit"
+    )
 
 
-def test_its_own_result_comes_first(watch: Watch, cluster: Cluster) -> None:
-    assert watch.look() is None
-    assert watch.state == "PENDING"
+@pytest.mark.parametrize(
+    "message",
+    ["invalid partition specified: nowhere", "Invalid account or account/partition combination specified"],
+)
+def test_a_refused_array_is_an_error_of_its_cells(cluster: Cluster, run: Run, message: str) -> None:
+    cluster.fault("sbatch", f"sbatch: error: Batch job submission failed: {message}")
+    run.look()
+    assert {run.error(cell)["type"] for cell in range(3)} == {"refused"}
+    assert message in run.error()["message"]
+    assert run.look().is_over, "and it is not tried for ever"
+
+
+def test_its_own_result_comes_first(cluster: Cluster, run: Run) -> None:
+    run.look()
+    for cell in range(3):
+        run.finish(cell)
     cluster.fault("squeue", "down")
-    finish(watch.attempt)
-    result = watch.look()
-    assert result is not None
-    assert result["verdict"] == "PASS"
+    assert run.look().is_over
 
 
 @pytest.mark.parametrize(
     "state", ["PENDING", "RUNNING", "SUSPENDED", "REQUEUE_HOLD", "COMPLETING", "NEW_IN_25.11"]
 )
-def test_states_that_are_not_known_to_be_the_end_are_not(
-    watch: Watch, cluster: Cluster, clock: Clock, state: str
-) -> None:
-    cluster.change("100", state=state)
-    clock.now = 1e6
-    assert watch.look() is None
+def test_states_that_are_not_known_to_be_the_end_are_not(cluster: Cluster, run: Run, state: str) -> None:
+    run.look()
+    cluster.change("100", states=[state] * 3)
+    words = set(run.look().words.values())
+    assert words == {f"UNKNOWN ({state})" if state.startswith("NEW") else state}
+    assert not (run.attempt() / "gone").exists()
 
 
 @pytest.mark.parametrize(
     ("changes", "kind"),
     [
         ({"gone": True}, "lost"),
-        ({"gone": True, "accounted": "COMPLETED|n1"}, "lost"),
-        ({"gone": True, "accounted": "FAILED|n1"}, "lost"),
-        ({"gone": True, "accounted": "TIMEOUT|n1"}, "time_limit"),
-        ({"gone": True, "accounted": "CANCELLED by 0|n1"}, "stopped"),
-        ({"gone": True, "accounted": "PREEMPTED|n1"}, "preempted"),
-        ({"state": "NODE_FAIL"}, "node_failed"),
-        ({"state": "OUT_OF_MEMORY"}, "out_of_memory"),
+        ({"gone": True, "accounted": ["COMPLETED"]}, "lost"),
+        ({"gone": True, "accounted": ["FAILED"]}, "lost"),
+        ({"gone": True, "accounted": ["TIMEOUT"]}, "time_limit"),
+        ({"gone": True, "accounted": ["CANCELLED by 0"]}, "stopped"),
+        ({"gone": True, "accounted": ["PREEMPTED"]}, "preempted"),
+        ({"states": ["NODE_FAIL"] * 3}, "node_failed"),
+        ({"states": ["BOOT_FAIL"] * 3}, "boot_failed"),
+        ({"states": ["OUT_OF_MEMORY"] * 3}, "out_of_memory"),
     ],
 )
 def test_a_vanished_job_is_lost_after_a_grace_time(
-    watch: Watch, cluster: Cluster, clock: Clock, changes: dict[str, Any], kind: str
+    cluster: Cluster, run: Run, changes: dict[str, Any], kind: str
 ) -> None:
-    (watch.attempt / "slurm" / "100_0_log.out").write_text("last words\n")
+    run.look()
+    task = Book(run.store).task(run.attempt())
+    assert task is not None
+    assert task.output is not None
+    task.output.write_text("last words\n")
     cluster.change("100", **changes)
-    assert watch.look() is None, "its result may still be on its way"
-    clock.now = 61.0
-    result = watch.look()
+    run.look()
+    assert run.store.result(run.attempt()) is None, "its result may still be on its way"
+    lost = run.attempt()
+    run.age(0, 61.0)
+    run.look()
+    result = run.store.result(lost)
     assert result is not None
-    assert result["verdict"] == "ERROR"
-    assert result["error"]["type"] == kind
-    assert result["error"]["message"].startswith("LOST: job 100 is not in the queue any more")
+    assert (result["verdict"], result["error"]["type"]) == ("ERROR", kind)
+    assert result["error"]["message"].startswith("LOST: job 100_0 is not in the queue any more")
     assert result["error"]["log_tail"] == "last words"
-    assert read_json(watch.attempt / "result.json") == result
 
 
-def test_accounting_that_is_down_does_not_hide_a_lost_job(
-    watch: Watch, cluster: Cluster, clock: Clock
-) -> None:
+def test_a_job_that_shows_again_was_not_gone(cluster: Cluster, run: Run) -> None:
+    run.look()
     cluster.change("100", gone=True)
-    cluster.fault("sacct", "Slurm accounting storage is disabled")
-    clock.now = 61.0
-    result = watch.look()
+    run.look()
+    run.age(0, 50.0)
+    cluster.change("100", gone=False)
+    run.look()
+    cluster.change("100", gone=True)
+    run.look()
+    run.age(0, 50.0)
+    run.look()
+    assert run.store.result(run.attempt()) is None
+
+
+@pytest.mark.parametrize("fault", ["Slurm accounting storage is disabled", "garbage:<html>", "garbage:"])
+def test_without_accounting_a_lost_job_is_found(cluster: Cluster, run: Run, fault: str) -> None:
+    run.look()
+    cluster.change("100", gone=True)
+    cluster.fault("sacct", fault)
+    run.look()
+    lost = run.attempt()
+    run.age(0, 61.0)
+    run.look()
+    result = run.store.result(lost)
     assert result is not None
     assert "Slurm says nothing" in result["error"]["message"]
 
 
-def test_a_controller_that_fails_over_loses_no_job(watch: Watch, cluster: Cluster, clock: Clock) -> None:
-    cluster.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    for clock.now in (10.0, 50.0):
-        assert watch.look() is None
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "slurm_load_jobs error: Unable to contact slurm controller",
+        "garbage:<html>oops</html>",
+        "garbage:100_0|RUN",
+    ],
+)
+def test_a_squeue_that_fails_or_babbles_loses_no_job(cluster: Cluster, run: Run, fault: str) -> None:
+    run.look()
+    cluster.fault("squeue", fault)
+    look = run.look()
+    assert look.trouble
+    assert set(look.words.values()) == {"UNKNOWN"}
+    assert not (run.attempt() / "gone").exists()
     cluster.fault("squeue", None)
-    assert watch.look() is None
-    assert watch.state == "PENDING"
+    assert run.look().trouble == ""
+    assert run.count() == [1, 1, 1]
 
 
-def test_a_controller_that_never_answers_ends_the_wait(watch: Watch, cluster: Cluster, clock: Clock) -> None:
+def test_a_controller_that_never_answers_ends_the_wait_and_nothing_else(cluster: Cluster, run: Run) -> None:
+    run.look()
     cluster.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    limit = 3600  # the job's own, of conf/cluster/slurm.yaml
-    clock.now = limit - 1.0
-    assert watch.look() is None, "it may be running all the same"
-    clock.now = limit + 61.0
-    result = watch.look()
+    times = iter([0.0, 0.0, 3600.0, 3661.0])
+    with pytest.raises(slurm.SlurmError, match="said nothing for 3661 s"):
+        follow.watch(run.store, run.experiment, run.said.append, lambda: next(times), lambda _: None)
+    assert run.store.result(run.attempt()) is None, "it may be running all the same"
+
+
+def test_a_job_that_can_never_start_is_cancelled_and_said(cluster: Cluster, run: Run) -> None:
+    run.look()
+    cluster.change("100", reason="BadConstraints")
+    run.look()
+    assert set(cluster.jobs["100"]["states"]) == {"PENDING"}, "an administrator may be changing something"
+    for cell in range(3):
+        run.age(cell, 61.0)
+    run.look()
+    assert run.error()["type"] == "never_starts"
+    assert "BadConstraints" in run.error()["message"]
+    assert set(cluster.jobs["100"]["states"]) == {"CANCELLED"}
+
+
+@pytest.mark.parametrize(
+    "reason", ["ReqNodeNotAvail, UnavailableNodes:n1", "PartitionNodeLimit", "JobHeldAdmin"]
+)
+def test_a_job_that_waits_for_repair_is_waited_for(cluster: Cluster, run: Run, reason: str) -> None:
+    run.look()
+    cluster.change("100", reason=reason)
+    run.look()
+    assert not (run.attempt() / "gone").exists()
+
+
+def test_a_failure_of_the_cluster_is_retried_without_the_bad_node(cluster: Cluster, run: Run) -> None:
+    run.look()
+    run.finish(0, "node_lost", "gb200-3")
+    run.finish(1)
+    run.look()
+    assert run.count() == [2, 1, 1]
+    assert "--exclude" not in cluster.jobs["100"]["text"]
+    assert "#SBATCH --exclude=gb200-3" in cluster.jobs["101"]["text"].splitlines()
+    run.look()
+    assert len(quarantine.entries(run.store)) == 1, "each failure counts once"
+    cell = run.experiment.cells[run.names[0]]
+    assert "exclude" in cell["cluster"], "the cell itself is not changed"
+    assert cell["cluster"]["exclude"] is None
+
+
+def test_a_quarantine_expires(store: Store) -> None:
+    failure = {"type": "node_lost", "message": "It broke."}
+    attempt = store.cells / "c" / "attempt-001"
+    quarantine.add(store, "n1", failure, attempt, 100.0)
+    quarantine.add(store, "n2", failure, attempt, 0.0)
+    assert quarantine.nodes(store) == ["n1"]
+    [until] = [line["until"] for line in quarantine.entries(store) if line["node"] == "n1"]
+    assert quarantine.nodes(store, until + 1) == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["rank_failed", "rank_killed", "out_of_memory", "hang", "time_limit", "stopped", "disk_full"]
+)
+def test_a_failure_of_the_program_is_not_retried(cluster: Cluster, run: Run, kind: str) -> None:
+    run.look()
+    for cell in range(3):
+        run.finish(cell, kind, "gb200-3")
+    cluster.change("100", states=["FAILED"] * 3)
+    assert run.look().is_over
+    assert quarantine.nodes(run.store) == []
+
+
+def test_budgets_are_by_type_and_all_together(cluster: Cluster, run: Run) -> None:
+    """lost: 1, preempted: 3, attempts: 4."""
+    kinds = [("lost", "preempted"), ("lost", "preempted"), (None, "lost"), (None, "preempted")]
+    for first, second in kinds:
+        run.look()
+        if first:
+            run.finish(0, first)
+        run.finish(1, second)
+    run.look()
+    assert run.count() == [2, 4, 1]
+    renew(run.store, run.folder)
+    run.experiment = load(run.store, run.folder)
+    run.look()
+    assert run.count() == [3, 5, 1], "an operator who resumes gives what failed new budgets"
+    renew(run.store, run.folder)
+    run.experiment = load(run.store, run.folder)
+    run.look()
+    assert run.count() == [3, 5, 1], "and a second operator does not start it twice"
+
+
+def test_a_driver_that_was_stopped_by_preemption_says_so(cluster: Cluster, run: Run) -> None:
+    run.look()
+    run.finish(0, "stopped")
+    cluster.change("100", states=["COMPLETING", "RUNNING", "RUNNING"])
+    assert run.look().words[run.names[0]] == "COMPLETING"
+    assert run.count() == [1, 1, 1], "Slurm has not said why yet"
+    cluster.change("100", states=["PREEMPTED", "RUNNING", "RUNNING"])
+    run.look()
+    first = run.store.result(run.store.attempts(run.names[0])[0])
+    assert first is not None
+    assert first["error"]["type"] == "preempted"
+    assert run.count() == [2, 1, 1]
+
+
+def test_a_node_that_slurm_took_down_is_avoided(cluster: Cluster, run: Run) -> None:
+    run.look()
+    cluster.change("100", states=["NODE_FAIL", "RUNNING", "RUNNING"], nodes="n[1-2]")
+    cluster.say("sinfo", "n1|idle\nn2|down*\nn1|idle\nn2|down*")
+    run.look()
+    run.age(0, 61.0)
+    run.look()
+    assert quarantine.nodes(run.store) == ["n2"]
+    assert "#SBATCH --exclude=n2" in cluster.jobs["101"]["text"].splitlines()
+
+
+@pytest.fixture
+def pair(cluster: Cluster, store: Store, sharing: Plan) -> Run:
+    made = Run(store, sharing)
+    made.look()
+    return made
+
+
+def test_a_shared_reference_is_waited_for(cluster: Cluster, pair: Run) -> None:
+    assert [len(job["states"]) for job in cluster.jobs.values()] == [1, 1]
+    assert cluster.jobs["101"]["after"] == "afterany:100_0"
+    record = read_json(pair.attempt(1) / "job.json")
+    assert [(need["cell"], need["attempt"]) for need in record["needs"]] == [(pair.names[0], "attempt-001")]
+    with pytest.raises(AttemptError, match="left no result"):
+        check(pair.store, pair.attempt(1), 0.0)
+    pair.finish(0)
+    check(pair.store, pair.attempt(1), 0.0)
+
+
+def test_its_failure_is_the_cause_of_those_that_wait(cluster: Cluster, pair: Run) -> None:
+    pair.finish(0, "rank_failed")
+    with pytest.raises(AttemptError, match="ended with ERROR rank_failed: It broke") as raised:
+        check(pair.store, pair.attempt(1), 60.0)
+    pair.finish(1, "upstream")
+    result = pair.store.result(pair.attempt(1))
     assert result is not None
-    assert "Unable to contact" in result["error"]["message"]
+    write_json(pair.attempt(1) / "result.json", {**result, "verdict": "NOT_RUN"})
+    assert raised.value.failure.type == "upstream"
+    assert pair.look().is_over
+    assert pair.count() == [1, 1]
+    assert pair.store.finished(pair.names[1]) is None, "it is tried again with the cell it waits for"
 
 
-def test_waiting_reports_changes_and_ends(watch: Watch, cluster: Cluster) -> None:
-    said: list[str] = []
+def test_a_retried_reference_brings_those_that_wait_back(cluster: Cluster, pair: Run) -> None:
+    pair.finish(0, "preempted")
+    pair.finish(1, "upstream")
+    pair.look()
+    assert pair.count() == [2, 2]
+    assert cluster.jobs["103"]["after"] == "afterany:102_0"
 
-    def report(text: str) -> None:
-        said.append(text)
-        if "RUNNING" in text:
-            finish(watch.attempt)
-        cluster.change("100", state="RUNNING")
 
-    watch.cell = {**watch.cell, "cluster": {**watch.cell["cluster"], "poll_s": 0.01}}
-    wait([watch], report)
-    assert [text.rpartition(" ")[2] for text in said] == ["PENDING", "RUNNING"]
+def test_those_that_wait_for_a_refused_cell_are_not_submitted(
+    cluster: Cluster, store: Store, sharing: Plan
+) -> None:
+    cluster.fault("sbatch", "sbatch: error: invalid partition specified: nowhere")
+    made = Run(store, sharing)
+    made.look()
+    results = [store.result(made.attempt(cell)) for cell in range(2)]
+    assert [result["verdict"] for result in results if result] == ["ERROR", "NOT_RUN"]
+    assert "nowhere" in made.error(1)["message"]
+    assert made.look().is_over
+
+
+def test_an_attempt_has_one_driver(tmp_path: Path) -> None:
+    variables = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "10"}
+    assert claim(tmp_path, variables) is None
+    second = claim(tmp_path, {"SLURM_JOB_ID": "11"})
+    assert second is not None
+    assert second["job"] == "7_3"
+
+
+def test_a_look_is_a_constant_number_of_calls(cluster: Cluster, run: Run) -> None:
+    run.look()
+    cluster.change("100", gone=True)
+    cluster.calls()
+    run.look()
+    assert cluster.calls() == ["squeue", "sacct"]
+
+
+def test_watching_reports_changes_and_ends(cluster: Cluster, run: Run) -> None:
+    script_: Sequence[Callable[[], None]] = (
+        lambda: cluster.change("100", states=["RUNNING"] * 3),
+        lambda: None,
+        lambda: [run.finish(cell) for cell in range(3)] and None,
+    )
+    steps = iter(script_)
+    follow.watch(run.store, run.experiment, run.said.append, lambda: 0.0, lambda _: next(steps)())
+    assert run.said == ["job 100: 3 cells", "SUBMITTED 3", "RUNNING 3"]
 
 
 @pytest.mark.parametrize(
@@ -316,12 +554,12 @@ def test_waiting_reports_changes_and_ends(watch: Watch, cluster: Cluster) -> Non
     ],
 )
 def test_the_partitions_own_limit(cluster: Cluster, said: str, seconds: int | None) -> None:
-    (cluster.root / "sinfo").write_text(said)
+    cluster.say("sinfo", said)
     assert slurm.partition_limit("batch") == seconds
 
 
 def test_a_plan_asks_slurm_for_the_limit(cluster: Cluster) -> None:
-    (cluster.root / "sinfo").write_text("batch|30:00")
+    cluster.say("sinfo", "batch|30:00")
     with pytest.raises(Exception, match="partition batch allows 1800 s"):
         plan(["cluster=slurm", "cluster.partition=batch"])
 
@@ -344,58 +582,3 @@ def test_a_job_that_is_being_ended_is_not_at_its_limit(
 ) -> None:
     monkeypatch.setattr(slurm, "_ask", lambda *_: f"{said}\n")
     assert slurm.job_end("1") == end
-
-
-def run_failing(
-    cluster: Cluster, store: Store, planned: Planned, kinds: list[tuple[str, str | None]], retries: int = 1
-) -> tuple[dict[str, Path], list[str]]:
-    """Runs a cell whose jobs fail with the (type, node) of `kinds`, one after the other, and then pass."""
-    cell = {**planned.cell, "policy": {**planned.cell["policy"], "retries": retries}}
-    scripts: list[str] = []
-
-    def report(text: str) -> None:
-        if ": job " not in text:
-            return
-        attempt = store.attempts(planned.id)[-1]
-        scripts.append(cluster.jobs[text.rpartition(" ")[2]]["text"])
-        if kinds:
-            kind, node = kinds.pop(0)
-            failure = Failure(kind, "It broke.", node=node)
-            write_json(attempt / "result.json", unjudged(cell, planned.id, attempt.name, "ERROR", failure))
-        else:
-            finish(attempt)
-
-    return run_jobs(store, {planned.id: cell}, report), scripts
-
-
-def test_a_failure_of_the_cluster_is_retried_without_the_bad_node(
-    cluster: Cluster, store: Store, planned: Planned
-) -> None:
-    counted, scripts = run_failing(cluster, store, planned, [("node_lost", "gb200-3")])
-    assert counted[planned.id].name == "attempt-002"
-    assert "--exclude" not in scripts[0]
-    assert "#SBATCH --exclude=gb200-3" in scripts[1].splitlines()
-    assert read_json(store.cell_dir(planned.id) / "cell.json")["cluster"]["exclude"] == "gb200-3"
-
-
-@pytest.mark.parametrize(
-    "kind", ["rank_failed", "out_of_memory", "hang", "time_limit", "stopped", "disk_full"]
-)
-def test_a_failure_of_the_program_is_not_retried(
-    cluster: Cluster, store: Store, planned: Planned, kind: str
-) -> None:
-    counted, scripts = run_failing(cluster, store, planned, [(kind, "gb200-3")])
-    assert counted[planned.id].name == "attempt-001"
-    assert len(scripts) == 1
-
-
-def test_retries_end(cluster: Cluster, store: Store, planned: Planned) -> None:
-    failures: list[tuple[str, str | None]] = [
-        ("lost", "gb200-[0-3]"),
-        ("preempted", None),
-        ("node_failed", "gb200-1"),
-    ]
-    counted, scripts = run_failing(cluster, store, planned, failures, retries=2)
-    assert counted[planned.id].name == "attempt-003"
-    assert len(scripts) == 3
-    assert not any("--exclude" in text for text in scripts), "nobody said which of the four nodes it was"

@@ -1,0 +1,33 @@
+"""Decides from the results of a cell's attempts whether it is done, runs again, or has failed for good. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from orchestrator.store import UPSTREAM, is_measured
+
+Json = Mapping[str, Any]
+
+NEW, DONE, AGAIN, FAILED, WAITS = "new", "done", "again", "failed", "waits"
+
+
+def standing(policy: Json, results: Sequence[Json]) -> str:
+    """policy: of the cell. results: of its ended attempts in one experiment, oldest first.
+
+    `new`: none yet; `done`: measured, or it cannot be measured; `again`: its failure is the cluster's and within the
+    budget of its type; `waits`: for a cell that makes what it needs; `failed`: none of these.
+    """
+    if not results:
+        return NEW
+    last = results[-1]
+    if is_measured(last):
+        return DONE
+    kind = _kind(last)
+    if kind == UPSTREAM:
+        return WAITS
+    tried = [_kind(result) for result in results if _kind(result) != UPSTREAM]
+    budget = policy["retries"].get(kind, 0)
+    return AGAIN if tried.count(kind) <= budget and len(tried) < policy["max_attempts"] else FAILED
+
+
+def _kind(result: Json) -> str:
+    return str(result["error"]["type"]) if result["error"] is not None else ""

@@ -1,0 +1,186 @@
+"""Moves an experiment on Slurm forward, one look at a time: notes what ended, submits what is missing or runs again.
+
+Anybody may do so at any time from any login node, and stop at any moment: every look starts from the files.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orchestrator import quarantine, slurm
+from orchestrator.attempts import DONE, FAILED, WAITS
+from orchestrator.jobs import Book, Task
+from orchestrator.scheduling import levels, needs
+from orchestrator.settle import Settler
+from orchestrator.store import Store
+from orchestrator.submit import Report, Submission, not_run
+from orchestrator.text import seconds
+from orchestrator.trails import Experiment, Trail, read_trail, still_waits
+from orchestrator.trails import stands as stands_of
+
+Json = dict[str, Any]
+HERE = "RUNNING HERE"  # by a process of a `run` on this store, not by a job
+SUBMITTED = "SUBMITTED"
+
+
+@dataclass
+class Look:
+    """What one look found. words: of every cell, a state of Slurm's or a verdict. is_over: nothing waits or runs and
+    nothing is left to submit. trouble: why Slurm could not be asked or told everything, else ""."""
+
+    words: dict[str, str] = field(default_factory=dict)
+    is_over: bool = False
+    trouble: str = ""
+
+
+def watch(
+    store: Store,
+    experiment: Experiment,
+    report: Report,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Looks until the experiment is over; reports every change of the counts of states.
+
+    Raises SlurmError when nobody could say anything for longer than any job may run: nothing is given up for lost
+    then, and a later look goes on.
+    """
+    clusters = [cell["cluster"] for cell in experiment.cells.values()]
+    patience = max(seconds(c["time"]) + c["lost_after_s"] for c in clusters)
+    said, answered = "", clock()
+    while True:
+        look = advance(store, experiment, report)
+        now = clock()
+        if look.is_over:
+            return
+        answered = answered if look.trouble else now
+        if now - answered > patience:
+            raise slurm.SlurmError(f"Slurm said nothing for {now - answered:.0f} s. {look.trouble}")
+        line = ", ".join(f"{word} {n}" for word, n in sorted(Counter(look.words.values()).items()))
+        line += f" ({look.trouble})" if look.trouble else ""
+        if line != said:
+            report(line)
+        said = line
+        sleep(min(c["poll_s"] for c in clusters))
+
+
+def advance(store: Store, experiment: Experiment, report: Report) -> Look:
+    """One look. At most one call of squeue and one of sacct beside what submitting takes. Raises StoreError when
+    another process holds the store's lock of submissions for too long."""
+    with store.submitting() as held:
+        book = Book(store)
+        trails = {name: read_trail(store, book, name, experiment.before[name]) for name in experiment.cells}
+        look = _Look(store, experiment, report, book, trails, Settler(store, book, [held], report))
+        try:
+            look.settle()
+            look.avoid_bad_nodes()
+            return look.submit([held])
+        except slurm.SlurmError as error:
+            words = {
+                name: "UNKNOWN" if trail.open else _word(store, trail, name) for name, trail in trails.items()
+            }
+            return Look(words, trouble=str(error))
+
+
+@dataclass
+class _Look:
+    """One look while it is taken. Its methods raise SlurmError, and are called in their order."""
+
+    store: Store
+    experiment: Experiment
+    report: Report
+    book: Book
+    trails: Mapping[str, Trail]
+    settler: Settler
+
+    def settle(self) -> None:
+        """Gives every attempt that has ended its result."""
+        trails = self.trails.values()
+        # A driver that was told to stop cannot know by whom: the end of its job says it.
+        told = [a for t in trails for a, r in zip(t.attempts, t.results, strict=True) if _is_stopped(r)]
+        self.settler.ask([task for trail in trails for task in trail.open], told, self.experiment.cells)
+        for name, trail in self.trails.items():
+            cell = self.experiment.cells[name]
+            for task in tuple(trail.open):
+                result = self.settler.settle(task, cell)
+                if result is not None:
+                    trail.results.append(result)
+                    trail.attempts.append(task.attempt)
+                    trail.open.remove(task)
+            explained = [
+                self.settler.explain(a, r, cell) for a, r in zip(trail.attempts, trail.results, strict=True)
+            ]
+            trail.results[:] = explained
+            trail.open += self._ending(trail)
+
+    def _ending(self, trail: Trail) -> list[Task]:
+        """The last attempt's job, where its driver was told to stop and Slurm has not said yet why."""
+        if not trail.results or not _is_stopped(trail.results[-1]):
+            return []
+        task = self.book.task(trail.attempts[-1])
+        state = self.settler.state(task) if task is not None else None
+        return [task] if task is not None and state is not None and not state.is_finished else []
+
+    def avoid_bad_nodes(self) -> None:
+        """Puts nodes that failed into quarantine, each failure once."""
+        known = {(line["cell"], line["attempt"]) for line in quarantine.entries(self.store)}
+        for name, trail in self.trails.items():
+            span = self.experiment.cells[name]["policy"]["quarantine_s"]
+            for attempt, result in zip(trail.attempts, trail.results, strict=True):
+                if (name, attempt.name) not in known:
+                    for node in quarantine.at_fault(result["error"]):
+                        quarantine.add(self.store, node, result["error"], attempt, span)
+
+    def submit(self, held: Sequence[int]) -> Look:
+        """Submits what is missing and what runs again, and says where every cell stands."""
+        cells, trails = self.experiment.cells, self.trails
+        stands = {name: stands_of(self.store, self.experiment, name, trails[name]) for name in cells}
+        unfinished = {name: cell for name, cell in cells.items() if stands[name] != DONE}
+        busy = {name for name, trail in trails.items() if trail.open or trail.is_run_here}
+        idle = [name for name in unfinished if name not in busy and stands[name] != FAILED]
+        of = needs(unfinished, self.store.holds) if idle else {}
+        level = levels(of)
+        ready = set()
+        for name in sorted(idle, key=level.__getitem__):  # makers first
+            lost = {key: m for key, m in of[name].items() if stands[m] == FAILED and m not in busy}
+            if lost:
+                self._give_up(name, *next(iter(lost.items())), known=stands[name] == WAITS)
+                stands[name] = FAILED
+            elif stands[name] == WAITS and still_waits(self.store, trails[name]):
+                busy.add(name)
+            else:
+                ready.add(name)
+        words = {name: self._say(name) for name in cells}
+        if ready:
+            live = {name: trail.open[-1] for name, trail in trails.items() if trail.open}
+            jobs = sorted({task.batch.job for task in live.values() if task.batch.job is not None})
+            task = Submission(self.store, self.book, self.experiment.name, held, self.report, live, jobs)
+            task.submit({name: cells[name] for name in cells if name in ready}, of)
+            words |= dict.fromkeys(ready, SUBMITTED)
+        return Look(words, is_over=not busy and not ready)
+
+    def _give_up(self, name: str, reference: str, maker: str, known: bool) -> None:
+        """A cell whose reference nobody will make any more. known: its last attempt has this result already."""
+        if known:
+            return
+        attempt, trail = self.store.new_attempt(name), self.trails[name]
+        made_by = self.trails[maker].attempts[-1]
+        trail.results.append(not_run(self.store, self.experiment.cells[name], attempt, reference, made_by))
+        trail.attempts.append(attempt)
+
+    def _say(self, name: str) -> str:
+        trail = self.trails[name]
+        return self.settler.word(trail.open[-1]) if trail.open else _word(self.store, trail, name)
+
+
+def _is_stopped(result: Json) -> bool:
+    return result["error"] is not None and result["error"]["type"] == "stopped"
+
+
+def _word(store: Store, trail: Trail, name: str) -> str:
+    if trail.is_run_here:
+        return HERE
+    result = trail.results[-1] if trail.results else store.finished(name)
+    return "NOT SUBMITTED" if result is None else str(result["verdict"])
