@@ -70,7 +70,7 @@ class Compressor(WeightModule):
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """BF16 [T, H] at int64 [T] -> kv and scores of the tokens, FP32 [T, width] rounded once."""
-        kv, scores = linear_partial(x, self.fused_wkv_wgate.weight).chunk(2, dim=-1)
+        kv, scores = linear_partial(x, self.fused_wkv_wgate.matrix()).chunk(2, dim=-1)
         scores = scores + self.ape.to(torch.float64)[positions % self.ratio]
         return kv.to(torch.float32), scores.to(torch.float32)
 

@@ -26,7 +26,7 @@ class Compressor(nn.Module):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """BF16 [T, H] -> values, beside them scores if there are any: FP32 [T, width] rounded once."""
-        return linear_partial(x, self.fused_wkv_wgate.weight).to(torch.float32)
+        return linear_partial(x, self.fused_wkv_wgate.matrix()).to(torch.float32)
 
     def latents(self, piece: Segment, projected: torch.Tensor, open_tokens: torch.Tensor) -> torch.Tensor:
         """BF16 [G, d] of the groups that a piece completes.
