@@ -207,6 +207,7 @@ def test_projections_are_permuted_in_place_once_for_each_load() -> None:
             raw = reader.get(f"layers.{number}.attn.{stem}.weight").view(torch.uint8)
             served = module.weight.detach().view(torch.uint8).clone()
             assert not torch.equal(served, raw)
+            assert not torch.equal(module.served_weight(served), raw)  # so that twice is not as good as never
             assert torch.equal(module.as_loaded("weight", module.weight).view(torch.uint8), raw)
             module.post_process()  # nothing has been loaded since
             assert torch.equal(module.weight.detach().view(torch.uint8), served)

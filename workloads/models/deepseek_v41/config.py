@@ -17,7 +17,7 @@ class DeepseekV41Config:
     # attention: one head of keys, which are values too; queries and outputs through low ranks
     num_heads: int = 4
     kernel_head_multiple: int = 8  # heads of a rank are padded to it for the kernel, with sinks of -inf
-    head_dim: int = 64
+    head_dim: int = 96  # six chunks of a query for four heads: an order that is not its own inverse
     qk_rope_head_dim: int = 16
     q_lora_rank: int = 96
     o_groups: int = 2
