@@ -110,7 +110,7 @@ def _links(cell: Json, attempt: str) -> Iterator[tuple[str, str]]:
     for name in ("driver.log", "events.jsonl", "provenance.json", "result.json"):
         yield name, f"{attempt}/{name}"
     layout = cell.get("layout") or {"tp": 0, "dp": 0}
-    ranks = range(layout["tp"] * layout["dp"])
+    ranks = range(layout["tp"] * layout["dp"] * layout.get("pp", 1))
     arms = dict.fromkeys(check["arm"] for check in cell["checks"])
     for arm in arms:
         for rank in ranks if len(ranks) <= _LOGS else _named_ranks(cell, arm):

@@ -96,6 +96,15 @@ def test_links_are_relative_to_the_store(verdict: fx.Record) -> None:
     assert f"../../cells/{'c' * 64}/attempt-001/driver.log" in hrefs
 
 
+def test_ranks_of_every_pipeline_stage_have_their_logs(verdict: fx.Record) -> None:
+    cell = verdict["cells"][1]
+    ranks = cell["layout"]["tp"] * cell["layout"]["dp"]
+    cell["layout"] |= {"pp": 2}
+    hrefs = {attributes.get("href") for _, attributes in Page(html(verdict)).tags}
+    logs = {f"../../cells/{'b' * 64}/attempt-001/candidate/rank-{rank:05d}.log" for rank in range(2 * ranks)}
+    assert logs <= hrefs
+
+
 def test_many_ranks_link_only_those_that_matter(verdict: fx.Record) -> None:
     cell = verdict["cells"][2]
     cell["layout"] |= {"tp": 4, "dp": 64}

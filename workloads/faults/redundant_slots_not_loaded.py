@@ -22,12 +22,21 @@ ABOUT = About(
 class Fault(LoaderFault):
     def __init__(self, name: str, root: "ModelRoot", lifecycle: "Lifecycle") -> None:
         super().__init__(name, root, lifecycle)
-        kept = {source: [one for one in places if not _is_second(one)] for source, places in self.map.items()}
+        self._without_second_copies()
+
+    def follow_experts(self) -> None:
+        super().follow_experts()
+        self._without_second_copies()
+
+    def _without_second_copies(self) -> None:
+        kept = {
+            source: [one for one in places if not _is_redundant(one)] for source, places in self.map.items()
+        }
         self.map = {source: places for source, places in kept.items() if places}
 
 
-def _is_second(place: "Destination") -> bool:
-    """Whether a piece is for a slot behind the first ones, each of which has the expert of its number."""
+def _is_redundant(place: "Destination") -> bool:
+    """Whether a piece is for a slot behind as many slots as there are experts."""
     slots, group = getattr(place.module, "slots", None), getattr(place.module, "group", None)
     if slots is None or group is None:
         return False
