@@ -86,7 +86,7 @@ def places(models: Sequence[str], load_paths: Sequence[str], overrides: Sequence
         for model, layout in product(models or FEATURES, LAYOUTS)
         if (has := _features(model, layout, tuple(overrides))) is not None
         for path, via in ways.items()
-        if via <= native
+        if via <= native and ("draft" in has or not _updates_drafts(path, tuple(overrides)))
     ]
 
 
@@ -94,6 +94,13 @@ def _via(load_path: str, overrides: Sequence[str]) -> frozenset[str]:
     """How the loads of a load path go, and how deep it sleeps."""
     steps = _composed([*overrides, f"load_path={load_path}"]).load_path.steps
     return frozenset(step.via or f"sleep{step.level}" for step in steps if step.via or step.do == "sleep")
+
+
+@cache
+def _updates_drafts(load_path: str, overrides: tuple[str, ...]) -> bool:
+    """Whether a load path has an update for the drafter, which a model must then have."""
+    steps = _composed([*overrides, f"load_path={load_path}"]).load_path.steps
+    return any("draft" in step.roots for step in steps)
 
 
 @cache

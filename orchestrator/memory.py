@@ -10,7 +10,7 @@ from typing import Any
 from orchestrator.schema import Root
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
 from workloads.models.architectures import model_plan, tensor_table
-from workloads.models.planning import Experts, Load, Part
+from workloads.models.planning import DRAFTERS, Experts, Load, Part
 from workloads.models.stages import STAGED, stage_layers
 from workloads.spec import Backend, Parallelism, Step
 
@@ -71,6 +71,11 @@ def _stage_experts(root: Root, stage: int) -> Experts | None:
     """The routed experts of a stage; None where none of its layers has any."""
     experts = model_plan(root.model.architecture).experts(_stage_dimensions(root, stage))
     return experts if experts is not None and experts.layers else None
+
+
+def has_drafter(root: Root) -> bool:
+    """Whether the model has a drafter, which is then a root of its own."""
+    return any(getattr(dimensions_of(root), name, 0) > 0 for name in DRAFTERS)
 
 
 def weight_bytes(root: Root) -> int:

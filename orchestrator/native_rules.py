@@ -181,6 +181,18 @@ def _perturbations(root: Root) -> Problems:
             )
 
 
+def _roots(root: Root) -> Problems:
+    if memory.has_drafter(root):
+        return
+    for number, step in enumerate(root.load_path.steps):
+        if "draft" in step.roots:
+            yield (
+                f"load_path.steps[{number}].roots names 'draft', and {root.model.name} has no drafter: choose a model "
+                "with one (num_mtp_layers or num_dspark_layers above 0, where the family has them), or a load path "
+                "that updates the target alone."
+            )
+
+
 _RULES: tuple[Callable[[Root], Problems], ...] = (
     _positive,
     _layout,
@@ -190,4 +202,5 @@ _RULES: tuple[Callable[[Root], Problems], ...] = (
     _dimensions,
     _mega_moe,
     _perturbations,
+    _roots,
 )

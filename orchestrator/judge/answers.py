@@ -1,6 +1,6 @@
 """Judges what the engine said: generations exactly, GSM8K per question."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from collectors.gsm8k.scoring import score
 from orchestrator.judge.attempt import Arm, Attempt
 from orchestrator.judge.records import Reader, Record
 from orchestrator.judge.statistics import not_worse, paired
+from workloads.engines.acceptance import accepted
 
 #: Largest loss of right answers that still counts as equally accurate.
 ACCURACY_MARGIN = 0.01
@@ -63,7 +64,10 @@ def same_generations(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reade
     differing |= dict.fromkeys(got.keys() - want.keys(), "it was not asked on the other side")
     counts = {"identical": len(want) - len(want.keys() & differing.keys()), "differs": len(differing)}
     if not differing:
-        return Outcome("PASS", expected, f"{len(want)} of {len(want)} identical", counts)
+        proposed, taken = _drafted(want.values())
+        told = f"; of {proposed} draft tokens {taken} accepted on both sides" if proposed else ""
+        counts |= {"draft_tokens": proposed, "accepted": taken} if proposed else {}
+        return Outcome("PASS", expected, f"{len(want)} of {len(want)} identical{told}", counts)
     name, text = next(iter(differing.items()))
     first = f"Request `{name}`: {text}."
     cause = f"{len(differing)} of {len(want)} generations of `{left}` are not those of `{right}`. {first}"
@@ -76,6 +80,12 @@ def same_generations(attempt: Attempt, arm: Arm, check: Mapping[str, Any], reade
         "computed, and the update did not empty it."
     )
     return Outcome("FAIL", expected, observed, counts, cause, code="stale_cache")
+
+
+def _drafted(generations: Iterable[Record]) -> tuple[int, int]:
+    """Draft tokens of all generations, and those that speculative serving would have accepted."""
+    each = [accepted(one["token_ids"], one.get("drafts", [])) for one in generations]
+    return sum(proposed for proposed, _ in each), sum(taken for _, taken in each)
 
 
 def _is_repeated(
@@ -102,7 +112,12 @@ def _divergence(got: Record | None, want: Record) -> str:
     if near is not None:
         gap = _logprob_gap(got["top_logprobs"][near], want["top_logprobs"][near])
         return f"the tokens agree, and the log-probabilities part at token {near} ({gap})"
-    draft = _first_difference(got.get("draft_token_ids", []), want.get("draft_token_ids", []))
+    drafts = (
+        at
+        for key in ("draft_token_ids", "drafts")
+        if (at := _first_difference(got.get(key, []), want.get(key, []))) is not None
+    )
+    draft = next(drafts, None)
     return "" if draft is None else f"the tokens agree, and the draft's proposals part at token {draft}"
 
 

@@ -17,9 +17,13 @@ SAMPLED = ("model=kimi_k3_tiny", "load_path=layerwise,direct,dummy_layerwise,col
 #: Of other load paths and models.
 ELSEWHERE = {
     "buffer_lost_in_sleep",
+    "context_copies_built_once",
     "converted_twice",
+    "drafter_apart_from_its_target",
+    "drafter_of_another_target",
     "head_of_the_last_stage_skipped",
     "skip_post_process_on_tensorizer_raw",
+    "taps_of_a_default",
     "tie_broken",
     "wrapped_names_not_mapped",
 }

@@ -46,7 +46,7 @@ def prompts(*lengths: int) -> list[Prompt]:
 def evidence(generations: Sequence[Generation]) -> list[tuple[Any, ...]]:
     """All of each generation but its times."""
     return [
-        (g.id, g.prompt_tokens, g.token_ids, g.top_logprobs, g.draft_token_ids, g.finish_reason)
+        (g.id, g.prompt_tokens, g.token_ids, g.top_logprobs, g.draft_token_ids, g.drafts, g.finish_reason)
         for g in generations
     ]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from family_engine import family
 from k3_engine import NEW, OLD
 
 from collectors.generations import gather_generations
@@ -38,9 +39,10 @@ Json = dict[str, Any]
 class Rehearsal:
     """Scenarios of one model whose checkpoint lies in `checkpoint`. References are made once for each set of faults."""
 
-    def __init__(self, folder: Path, checkpoint: Path) -> None:
+    def __init__(self, folder: Path, checkpoint: Path, config: Any = CONFIG) -> None:
         torch.set_num_threads(1)
         self._folder, self._checkpoint = folder, checkpoint
+        self._model = Model("toy", family(config), **{family(config): config})
         self._count = 0
         self._references: dict[tuple[str, ...], dict[str, Path]] = {}
 
@@ -109,7 +111,7 @@ class Rehearsal:
         return GangSpec(
             name="candidate",
             output=str(folder),
-            model=Model(kimi_k3=CONFIG),
+            model=self._model,
             parallelism=Parallelism(),
             backend=Backend(moe_kernel="mega_moe", max_model_len=64, max_requests=2),
             checkpoints=CHECKPOINTS,

@@ -17,6 +17,7 @@ from workloads.loading.weights import ModelRoot
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.deepseek_v4.attention import AttentionSink
 from workloads.models.deepseek_v41.fused import InKernelOrder
+from workloads.models.dspark.drafter import BlockDrafter
 from workloads.models.fp8_linear import Fp8Matrix
 from workloads.models.parallel import RankGroups
 from workloads.models.served import Setting, model_stack
@@ -37,6 +38,8 @@ def features_of(model: Model) -> set[str]:
     roots = model_stack(architecture).make_roots(setting)
     found = {feature for root in roots.values() for feature in of_root(root)}
     found |= {"draft"} & roots.keys()
+    found |= {"taps"} if isinstance(roots.get("draft"), BlockDrafter) else set()
+    found |= {"context_copies"} if hasattr(roots.get("draft"), "context_proj") else set()
     found |= {"tied"} if any(map(_is_tied, roots.values())) else set()
     found |= {"experts"} if model_plan(architecture).experts(config) is not None else set()
     found |= {"consumed_experts"} if consumes(architecture, config) else set()

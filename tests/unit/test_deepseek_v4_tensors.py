@@ -148,7 +148,7 @@ def test_fp8_experts_have_blocks(flash: DeepseekV4Config) -> None:
     [
         (
             {"compress_ratios": [0, 4]},
-            "compress_ratios has 2 entries; num_layers 6 and num_mtp_layers 1 need 7",
+            "compress_ratios has 2 entries; num_layers 6, num_mtp_layers 1 and num_dspark_layers 0 need 7",
         ),
         ({"compress_ratios": [0, 0, 4, 8, 4, 0, -1]}, "compress_ratios holds [-1]"),
         ({"expert_quantization": "int4"}, "expert_quantization is 'int4'"),

@@ -40,14 +40,15 @@ class Prompt:
 @dataclass
 class Generation:
     """Tokens of one request. `top_logprobs[i]` are the (token id, log-probability) pairs at position i,
-    most probable first, as raw floats. `draft_token_ids[i]` is what the MTP block proposed for position i
-    from the state before it, -1 where there was none."""
+    most probable first, as raw floats. `draft_token_ids[i]` is what the drafter proposed for position i
+    from the state before it, -1 where there was none. `drafts[i]`: all that it proposed to follow token i."""
 
     id: str
     prompt_tokens: int
     token_ids: list[int] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
     draft_token_ids: list[int] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
     finish_reason: str = "length"  # length | stop
     first_token_s: float = 0.0  # seconds from submission to the first token
     total_s: float = 0.0

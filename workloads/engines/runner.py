@@ -8,7 +8,7 @@ import torch
 
 from workloads.engines.protocol import Generation, Prompt
 from workloads.engines.scheduler import Chunk, Limits, Scheduler, planned_passes
-from workloads.kernels.sampling import greedy, sample, top_logprobs
+from workloads.kernels.sampling import sample, top_logprobs
 from workloads.models.batch import Batch, Segment
 from workloads.models.parallel import RankGroups, all_agree, from_last, largest
 from workloads.models.served import Cache, Drafter, Target
@@ -35,7 +35,6 @@ class _Request:
     prompt: Prompt
     tokens: list[int]
     generation: Generation
-    proposal: int = NO_DRAFT
 
 
 class Run:
@@ -80,13 +79,13 @@ class Run:
         hidden = served.target(batch, served.target_caches)
         if yielding:
             self._choose([chunk for chunk, _ in yielding], hidden, rows, batch)
-        proposals: list[int] = []
+        proposals: list[list[int]] = []
         if served.draft is not None:
-            drafted = served.draft(self._batch(chunks, segments, shift=1), hidden, served.draft_caches)
-            if yielding:
-                proposals = greedy(served.draft.logits(drafted, rows, batch)).tolist()
-        for (chunk, _), proposal in zip(yielding, proposals, strict=False):
-            self._requests[chunk.request.index].proposal = proposal
+            shifted = self._batch(chunks, segments, shift=1)
+            drafted = served.draft(shifted, hidden, served.draft_caches)
+            proposals = served.draft.proposals(drafted, rows, shifted, served.draft_caches)
+        for (chunk, _), proposed in zip(yielding, proposals, strict=False):
+            self._requests[chunk.request.index].generation.drafts.append(proposed)
         for chunk in chunks:
             self._advance(chunk)
 
@@ -119,7 +118,7 @@ class Run:
         pairs = zip(top_ids.tolist(), top_values.tolist(), strict=True)
         for request, (best, values) in zip(requests, pairs, strict=True):
             request.generation.top_logprobs.append(list(zip(best, values, strict=True)))
-            request.generation.draft_token_ids.append(request.proposal)
+            request.generation.draft_token_ids.append(_proposed(request.generation))
         return sample(logits, params.temperature, params.seed, ids, positions)
 
     def _advance(self, chunk: Chunk) -> None:
@@ -131,6 +130,11 @@ class Run:
         if self._scheduler.advance(chunk, stop):
             generation.total_s = seconds
             generation.finish_reason = "stop" if stop else "length"
+
+
+def _proposed(generation: Generation) -> int:
+    """What was proposed for the latest token: the first of the tokens that were to follow the one before it."""
+    return next(iter(generation.drafts[-1]), NO_DRAFT) if generation.drafts else NO_DRAFT
 
 
 def check_prompts(prompts: Sequence[Prompt], new_tokens: int, max_model_len: int, vocab_size: int) -> None:

@@ -44,6 +44,10 @@ FEATURES: dict[str, frozenset[str]] = {
         "minicpm_tiny": "fused",
         "minicpm_v_tiny": "fused",
         "medusa_tiny": "draft fused",
+        "kimi_k3_dspark_tiny": "attributes buffers padding unit_padding experts numbered_experts consumed_experts e8m0 "
+        "vectors fused draft taps context_copies",
+        "deepseek_v4_dspark_tiny": "attributes unit_padding experts numbered_experts consumed_experts e8m0 in_place "
+        "fused draft taps sink_padding",
     }.items()
 }
 

@@ -37,16 +37,26 @@ def deepseek_frequencies(dim: int, theta: float, yarn: Yarn | None = None) -> Te
     return frequencies / yarn.factor * ramp + frequencies * (1 - ramp)
 
 
-def cos_sin_table(positions: int, frequencies: Tensor) -> Tensor:
-    """float32 [positions, 2, D/2]: cosine and sine of every angle, computed in float64 and rounded once."""
-    angles = torch.arange(positions, dtype=torch.float64).unsqueeze(1) * frequencies
+def cos_sin_rows(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """float32 [T, 2, D/2]: cosine and sine of every angle at int64 [T], computed in float64 and rounded once."""
+    angles = positions.to(torch.float64).unsqueeze(1) * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(torch.float32)
+
+
+def cos_sin_table(positions: int, frequencies: Tensor) -> Tensor:
+    """`cos_sin_rows` of the positions from 0 on: float32 [positions, 2, D/2]."""
+    return cos_sin_rows(torch.arange(positions), frequencies)
+
+
+def yarn_gain(factor: float, mscale: float) -> float:
+    """What YaRN multiplies the scores by: (0.1 * mscale * ln(factor) + 1)^2, 1 without a stretch."""
+    return (0.1 * mscale * math.log(factor) + 1) ** 2 if factor > 1 else 1.0
 
 
 def rotated(x: Tensor, cos_sin: Tensor, inverse: bool = False) -> Tensor:
     """The last channels of x turned, float64, not rounded.
 
-    x: [T, ..., W]. cos_sin: float32 [T, 2, D/2], rows of `cos_sin_table` for the positions of the tokens; the last D
+    x: [T, ..., W]. cos_sin: float32 [T, 2, D/2], `cos_sin_rows` of the positions of the tokens; the last D
     of the W channels turn, pair (a, b) into (a cos - b sin, b cos + a sin). inverse: by the negative angle.
     """
     wide = x.to(torch.float64)

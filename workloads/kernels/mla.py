@@ -79,18 +79,20 @@ def mla_absorbed(
     w_uk_t: torch.Tensor,
     w_uv: torch.Tensor,
     lengths: Sequence[int],
+    gain: float = 1.0,
 ) -> torch.Tensor:
     """Attention of one token of each of B requests, in the latent space.
 
     q: BF16 [B,N,P+R]. c_cache, k_pe_cache: BF16 [B,S,L] and [B,S,R], or per request [S_b,L] and [S_b,R].
     lengths: positions to attend to per request, the current token's included. w_uk_t, w_uv: from `split_kv_b`.
-    Requests are computed one by one, so none depends on the others of its batch. Returns BF16 [B,N,V].
+    Scores are scaled by gain * (P+R)^-1/2. Requests are computed one by one, so none depends on the others of its
+    batch. Returns BF16 [B,N,V].
     """
     up_k, up_v = w_uk_t.to(torch.float64), w_uv.to(torch.float64)
     nope = up_k.shape[1]
     out = torch.empty(q.shape[0], up_v.shape[0], up_v.shape[2], dtype=torch.bfloat16, device=q.device)
     for b, length in enumerate(lengths):
-        query = q[b].to(torch.float64) * q.shape[-1] ** -0.5
+        query = q[b].to(torch.float64) * (gain * q.shape[-1] ** -0.5)
         latents = c_cache[b][:length].to(torch.float64)
         shared = k_pe_cache[b][:length].to(torch.float64)
         latent_query = (query[:, None, :nope] @ up_k).squeeze(1)

@@ -53,9 +53,9 @@ def _floats(
         return normal(name, seed, count, 0.0, BIAS_SPREAD)
     if len(shape) <= 1:
         return normal(name, seed, count, 1.0, NORM_SPREAD)
-    if module in heads:
+    if module in heads or module == "markov_w2":
         return normal(name, seed, count, 0.0, HEAD_GAIN / sqrt(shape[-1]))
-    if module in ("embed_tokens", "embed"):
+    if module in ("embed_tokens", "embed", "markov_w1"):
         return normal(name, seed, count, 0.0, 1.0)
     return normal(name, seed, count, 0.0, 1 / sqrt(shape[-1]))
 

@@ -46,8 +46,7 @@ def over_all_tokens(
     """
     if not batch.tokens:  # so on every rank of the group
         return x
-    gathered = all_gather_rows(group, _padded(x, batch.share))
-    return share_of_sum(group, batch, sharded(gathered[: batch.tokens]))
+    return share_of_sum(group, batch, sharded(all_tokens(group, batch, x)))
 
 
 def share_of_sum(group: Group, batch: Batch, partial: torch.Tensor) -> torch.Tensor:
@@ -57,6 +56,11 @@ def share_of_sum(group: Group, batch: Batch, partial: torch.Tensor) -> torch.Ten
         return round_to_bf16(partial)
     summed = reduce_scatter_rows(group, _padded(partial, batch.share * group.size))
     return round_to_bf16(summed[: batch.local_tokens])
+
+
+def all_tokens(group: Group, batch: Batch, x: torch.Tensor) -> torch.Tensor:
+    """BF16 [n, H], this rank's tokens -> BF16 [T, H], those of all ranks. Collective unless there are none."""
+    return all_gather_rows(group, _padded(x, batch.share))[: batch.tokens] if batch.tokens else x
 
 
 def _padded(rows: torch.Tensor, count: int) -> torch.Tensor:

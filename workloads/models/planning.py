@@ -14,6 +14,15 @@ class Part:
     basis: str = ""
 
 
+#: Dimensions, of whichever families have them, that are 0 without a drafter.
+DRAFTERS = ("num_mtp_layers", "num_dspark_layers", "num_draft_heads")
+
+
+def drafters_own(what: str, nbytes: int) -> Part:
+    """The embedding or the head, which a drafter loads a second time."""
+    return Part(f"drafter's {what}", "weights", nbytes, "a second copy, beside the target's")
+
+
 @dataclass(frozen=True)
 class Experts:
     """The routed experts of a model. keys: of the model's dimensions, by field.

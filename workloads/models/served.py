@@ -8,6 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 
 from workloads.kernels.moe import MoEKernel
+from workloads.kernels.sampling import greedy
 from workloads.loading.weights import ModelRoot, Rule
 from workloads.models.architectures import stack_module
 from workloads.models.batch import Batch
@@ -60,12 +61,22 @@ class Target(Served):
 
 
 class Drafter(Served):
-    """A model that proposes the token after the next one, loaded as a root of its own."""
+    """A model that proposes the tokens after the next one, loaded as a root of its own."""
 
     @abstractmethod
     def forward(self, batch: Batch, hidden: torch.Tensor, caches: Sequence[Cache]) -> torch.Tensor:
         """batch: the target's, with every token replaced by the one after it. hidden: what the target returned.
-        Returns what `logits` reads, [n, ...]. Collective."""
+        Returns what `proposals` reads, [n, ...]. Collective."""
+
+    def proposals(
+        self, drafted: torch.Tensor, rows: torch.Tensor, batch: Batch, caches: Sequence[Cache]
+    ) -> list[list[int]]:
+        """Tokens to follow those of the batch's rows int64 [R], in order; of each row the likeliest. Collective, in
+        every pass, with rows or without.
+
+        drafted, batch: what `forward` returned and was given.
+        """
+        return greedy(self.logits(drafted, rows, batch)).unsqueeze(1).tolist() if len(rows) else []
 
 
 class Stack(Protocol):

@@ -10,6 +10,7 @@ from typing import Any
 
 from workloads.loading.tensor_table import Section, TensorSpec
 from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.dspark.config import DsparkConfig
 from workloads.models.kimi_k3.config import KimiK3Config
 
 
@@ -32,7 +33,8 @@ class Staged:
     layer: what precedes a layer's number in names of the checkpoint. first: beginnings of names that lie before the
     layers; what is neither, nor a layer, comes after them. both: whether the last stage holds those of `first`, too.
     part: dimensions of a model that has the given layers only, with or without what follows the last.
-    derived_first: what a memory plan calls the derived weights of the first stage alone.
+    derived_first: what a memory plan calls the derived weights of the first stage alone, and what no later one holds a
+    second time.
     problems: why a model of these dimensions cannot be divided.
     """
 
@@ -87,6 +89,15 @@ def _deepseek_v4(c: DeepseekV4Config, layers: range, last: bool) -> DeepseekV4Co
 def _deepseek_v4_problems(c: DeepseekV4Config) -> Iterator[str]:
     if c.vision:
         yield "model.deepseek_v4.vision is true: what sees images is not divided into stages; set parallelism.pp=1."
+    yield from _drafter_problems(c, "deepseek_v4")
+
+
+def _drafter_problems(c: DsparkConfig, family: str) -> Iterator[str]:
+    if c.num_dspark_layers:
+        yield (
+            f"model.{family}.num_dspark_layers is {c.num_dspark_layers}: that drafter reads layers of several stages "
+            "and their embedding; set parallelism.pp=1."
+        )
 
 
 STAGED: dict[str, Staged] = {
@@ -96,14 +107,15 @@ STAGED: dict[str, Staged] = {
         both=lambda c: c.num_mtp_layers > 0,
         part=_deepseek_v4,
         problems=_deepseek_v4_problems,
-        derived_first=("first mix of one copy",),
+        derived_first=("first mix of one copy", "drafter's embedding"),
     ),
     "kimi_k3": Staged(
         layer="language_model.model.layers.",
         first=("language_model.model.embed_tokens.",),
         both=lambda c: c.num_mtp_layers > 0,
         part=_kimi_k3,
-        problems=lambda c: iter(()),
+        problems=lambda c: _drafter_problems(c, "kimi_k3"),
+        derived_first=("drafter's embedding",),
     ),
     "qwen3": Staged(
         layer="model.layers.",

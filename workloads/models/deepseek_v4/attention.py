@@ -60,7 +60,7 @@ class IndexedCache(CompressedCache):
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
     """What attention needs of the tokens of a batch. q: BF16 [T, n, d], rotated. keys: BF16 [T, d], as cached.
     groups, index: rows of `Compressor.project`. queries: of the indexer."""
 
@@ -133,13 +133,13 @@ class CompressedAttention(nn.Module):
         out = tokens.q.new_empty(tokens.q.shape)
         for segment in batch.segments:
             for piece in segment.pieces(PREFILL_TOKENS):
-                attended = self._attend(piece, batch, tokens, cache, table)
+                attended = self.attend(piece, batch, tokens, cache, table)
                 out[piece.rows] = rotate(attended, cos_sin[piece.rows], inverse=True)
         grouped = out.view(len(out), self.wo_a.groups, -1)
         partial: torch.Tensor = self.wo_b(self.wo_a(grouped))
         return partial
 
-    def _project(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> _Tokens:
+    def _project(self, x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> Tokens:
         q_a, kv = self.fused_wqa_wkv.split(x)
         latent = self.q_norm(q_a)
         q = self.wq_b(latent).view(len(x), self.heads, self.dim)
@@ -151,10 +151,10 @@ class CompressedAttention(nn.Module):
         if self.indexer is not None:
             index = self.indexer.compressor.project(x, positions)
             queries = self.indexer.queries(x, latent, cos_sin)
-        return _Tokens(q, keys, groups, index, queries)
+        return Tokens(q, keys, groups, index, queries)
 
-    def _attend(
-        self, piece: Segment, batch: Batch, tokens: _Tokens, cache: Any, table: torch.Tensor
+    def attend(
+        self, piece: Segment, batch: Batch, tokens: Tokens, cache: Any, table: torch.Tensor
     ) -> torch.Tensor:
         """Consecutive tokens of one request: write their keys, and attend. float64 [T, n, d], not rounded."""
         keys, seen = windowed(piece, tokens.keys[piece.rows], cache.window)
@@ -179,9 +179,15 @@ def windowed(piece: Segment, own: torch.Tensor, window: torch.Tensor) -> tuple[t
     keys = torch.cat([window[piece.slot, before % width], own])
     at = torch.arange(piece.start, piece.end, device=own.device)
     distance = at.unsqueeze(1) - torch.cat([before, at])
-    kept = at[-width:]
-    window[piece.slot, kept % width] = own[-width:]
+    leave(piece, own, window)
     return keys, (distance >= 0) & (distance < width)
+
+
+def leave(piece: Segment, own: torch.Tensor, window: torch.Tensor) -> None:
+    """Keys BF16 [T, d] of consecutive tokens of a request into its window, of [slots, W, d]."""
+    width = window.shape[1]
+    kept = torch.arange(piece.start, piece.end, device=own.device)[-width:]
+    window[piece.slot, kept % width] = own[-width:]
 
 
 def _rows(pair: tuple[torch.Tensor, torch.Tensor], piece: Segment) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,11 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from workloads.models.dspark.config import DsparkConfig
+
 
 @dataclass
-class DeepseekV4Config:
-    """Architecture of `DeepseekV4ForCausalLM` and, with `vision`, what wraps it; defaults are the CPU proxy
-    (`deepseek_v4_tiny`)."""
+class DeepseekV4Config(DsparkConfig):
+    """Architecture of `DeepseekV4ForCausalLM`, its drafter and, with `vision`, what wraps it; defaults are the CPU
+    proxy (`deepseek_v4_tiny`)."""
 
     vision: bool = False
     vision_hidden_size: int = 48
@@ -28,7 +30,8 @@ class DeepseekV4Config:
     o_groups: int = 2
     o_lora_rank: int = 128
     sliding_window: int = 16
-    # of every layer, MTP last: 0 window only, 4 overlapping groups chosen by the indexer, more: all groups of that size
+    # of every layer, the drafter's last: 0 window only, 4 overlapping groups chosen by the indexer, more: all groups of
+    # that size
     compress_ratios: list[int] = field(default_factory=lambda: [0, 0, 4, 8, 4, 0, 0])
     index_num_heads: int = 4
     index_head_dim: int = 32
@@ -58,7 +61,14 @@ class DeepseekV4Config:
     swiglu_limit: float = 10.0
     expert_quantization: str = "mxfp4"  # mxfp4, or fp8 as the base models are published
 
+    # the drafter: an MTP block, or the stages of DSpark; of its proposals the first below that confidence ends a block
     num_mtp_layers: int = 1
+    dspark_min_confidence: float = 0.0
+
+    @property
+    def all_layers(self) -> int:
+        """Those of the target and of its drafter."""
+        return self.num_layers + self.num_mtp_layers + self.num_dspark_layers
 
     @property
     def shared_intermediate_size(self) -> int:

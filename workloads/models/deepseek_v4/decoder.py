@@ -43,13 +43,20 @@ class DecoderLayer(nn.Module):
     first: before it all copies are equal, and its first mix reads one of them.
     """
 
-    def __init__(self, setting: V4Setting, layer: int, prefix: str, first: bool = False) -> None:
+    def __init__(
+        self,
+        setting: V4Setting,
+        layer: int,
+        prefix: str,
+        first: bool = False,
+        attention: type[CompressedAttention] = CompressedAttention,
+    ) -> None:
         super().__init__()
         config, self.tp = setting.config, setting.groups.tp
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.hc_attn = HyperConnection(config, f"{prefix}hc_attn", equal_copies=first)
         self.attn_norm = RMSNorm(hidden, eps, f"{prefix}attn_norm.weight")
-        self.attn = CompressedAttention(config, layer, self.tp, f"{prefix}attn.")
+        self.attn = attention(config, layer, self.tp, f"{prefix}attn.")
         self.hc_ffn = HyperConnection(config, f"{prefix}hc_ffn")
         self.ffn_norm = RMSNorm(hidden, eps, f"{prefix}ffn_norm.weight")
         self.ffn = MoE(setting, layer, f"{prefix}ffn.")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from workloads.kernels.linear import round_to_bf16
 from workloads.models.batch import Batch
 from workloads.models.deepseek_v4.attention import WindowCache
 from workloads.models.deepseek_v4.decoder import DecoderLayer, RotaryTables, V4Setting
@@ -34,9 +35,12 @@ class DeepseekV4Model(nn.Module):
                 for layer in stage.layers
             }
         )
+        self.taps = frozenset(config.dspark_target_layer_ids if config.num_dspark_layers else ())
 
     def forward(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        """BF16 [n, H], embeddings of this rank's tokens -> the copies after the last layer, BF16 [n, copies, H]."""
+        """BF16 [n, H], embeddings of this rank's tokens -> the copies after the last layer, BF16 [n, copies, H]; for a
+        drafter that reads other layers, too, with the mean of the copies after each of these, BF16 [n, copies + taps,
+        H]."""
         return self.advance(embedded.unsqueeze(1).repeat(1, self.copies, 1), batch, caches)
 
     def resume(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
@@ -46,10 +50,13 @@ class DeepseekV4Model(nn.Module):
         return self.advance(x, batch, caches)
 
     def advance(self, x: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+        tapped = []
+        for (number, layer), cache in zip(self.layers.items(), caches, strict=True):
             x = layer(x, batch, cache, self.rotary)
+            if int(number) in self.taps:
+                tapped.append(round_to_bf16(x.to(torch.float64).mean(dim=1, keepdim=True)))
         self.stage.send(x)
-        return x
+        return torch.cat([x, *tapped], dim=1) if tapped else x
 
 
 class DeepseekV4ForCausalLM(LanguageModel):
@@ -86,13 +93,14 @@ class DeepseekV4ForCausalLM(LanguageModel):
         return embedded[: batch.local_tokens]
 
     def run(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        """BF16 [n, H] -> the copies after the last layer, BF16 [n, copies, H]; caches are advanced."""
+        """BF16 [n, H] -> what `DeepseekV4Model` returns; caches are advanced."""
         hidden: torch.Tensor = self.model(embedded, batch, caches)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""
-        logits: torch.Tensor = self.lm_head(self.norm(self.hc_head(hidden)), rows, batch.share)
+        copies = hidden[:, : self.model.copies]
+        logits: torch.Tensor = self.lm_head(self.norm(self.hc_head(copies)), rows, batch.share)
         return logits
 
     def _layers(self) -> list[DecoderLayer]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from workloads.loading.tensor_table import COLUMN, MXFP4_GROUP, ROW, TensorSpec, counted
 from workloads.models.deepseek_v4.config import OVERLAPPING, DeepseekV4Config
 from workloads.models.deepseek_v4.tensors import FP8_BLOCK, sections
+from workloads.models.dspark.plan import drafter_problems
 from workloads.models.media import slot_problems
-from workloads.models.planning import Experts, Load, Part
+from workloads.models.planning import Experts, Load, Part, drafters_own
 
 COMPONENTS = {
     "routed_experts": "routed experts",
@@ -22,19 +23,30 @@ COMPONENTS = {
     "router": "router",
     "norms": "norms",
     "mtp": "MTP block",
+    "dspark": "DSpark drafter",
     "vision": "image projector",
 }
-MAY_BE_ZERO = ("num_mtp_layers", "num_hash_layers")
+MAY_BE_ZERO = (
+    "num_mtp_layers",
+    "num_hash_layers",
+    "num_dspark_layers",
+    "dspark_mask_token_id",
+)
 _KEY = "model.deepseek_v4"
 
 
 def problems(c: DeepseekV4Config) -> Iterator[str]:
-    layers = c.num_layers + c.num_mtp_layers
-    if len(c.compress_ratios) != layers:
+    if len(c.compress_ratios) != c.all_layers:
         yield (
-            f"{_KEY}.compress_ratios has {len(c.compress_ratios)} entries; num_layers {c.num_layers} and "
-            f"num_mtp_layers {c.num_mtp_layers} need {layers}, MTP last."
+            f"{_KEY}.compress_ratios has {len(c.compress_ratios)} entries; num_layers {c.num_layers}, num_mtp_layers "
+            f"{c.num_mtp_layers} and num_dspark_layers {c.num_dspark_layers} need {c.all_layers}, the drafter's last."
         )
+    elif c.num_dspark_layers and any(c.compress_ratios[c.num_layers :]):
+        yield (
+            f"{_KEY}.compress_ratios ends with {c.compress_ratios[c.num_layers :]}; the stages of the DSpark drafter "
+            "attend to a window only, so theirs must be 0."
+        )
+    yield from drafter_problems(c, "deepseek_v4")
     negative = [ratio for ratio in c.compress_ratios if ratio < 0]
     if negative:
         yield f"{_KEY}.compress_ratios holds {negative}; a ratio is 0 (window only) or a number of tokens."
@@ -95,7 +107,7 @@ def experts(c: DeepseekV4Config) -> Experts:
     return Experts(
         count=c.num_experts,
         per_token=c.num_experts_per_token,
-        layers=c.num_layers + c.num_mtp_layers,
+        layers=c.all_layers,
         hidden=c.hidden_size,
         intermediate=c.moe_intermediate_size,
         quantization=c.expert_quantization,
@@ -114,12 +126,15 @@ def derived(c: DeepseekV4Config, tp: int) -> list[Part]:
     every 32 columns; rotation tables; the first layer's projection of one copy."""
     packed = sum(packed_scales(spec, tp) * copies for spec, copies in counted(sections(c)))
     inner, hidden = c.shared_intermediate_size, c.hidden_size
-    layers = c.num_layers + c.num_mtp_layers
+    layers = c.all_layers
     shared = layers * (2 * inner * hidden + 3 * inner * hidden // MXFP4_GROUP)
-    roots = 2 if c.num_mtp_layers else 1
+    roots = 2 if c.num_mtp_layers or c.num_dspark_layers else 1
     tables = roots * 2 * c.max_position_embeddings * c.qk_rope_head_dim * 4
     broadcast = (2 + c.hc_mult) * c.hc_mult * hidden * 4
+    vocabulary = c.vocab_size // tp * hidden * 2
+    own = [drafters_own(what, vocabulary) for what in ("embedding", "head")] if c.num_mtp_layers else []
     return [
+        *own,
         Part("packed FP8 scales", "derived", packed, "4 bytes for every row and 512 columns"),
         Part("fused shared experts", "derived", shared, "w13 and scales in the MoE kernel's layout"),
         Part("rotation tables", "derived", tables, f"{c.max_position_embeddings:,} positions"),
@@ -142,7 +157,7 @@ def packed_scales(spec: TensorSpec, tp: int, block: int = FP8_BLOCK) -> int:
 
 def caches(c: DeepseekV4Config, load: Load, tp: int) -> list[Part]:
     """Keys of the window and of the groups in BF16, unfinished groups in FP32; nothing is split over TP."""
-    layers = c.num_layers + c.num_mtp_layers
+    layers = c.all_layers
     window = layers * c.sliding_window * c.head_dim * 2
     per_token, unfinished = 0.0, 0
     for layer, ratio in enumerate(c.compress_ratios):

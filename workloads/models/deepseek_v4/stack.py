@@ -1,9 +1,10 @@
-"""The DeepSeek-V4 models of one rank: the target or its vision wrapper, and the MTP block as a root of its own."""
+"""The DeepSeek-V4 models of one rank: the target or its vision wrapper, and the drafter as a root of its own."""
 
 from collections.abc import Mapping
 
 from workloads.models.deepseek_v4.audit import RULES
 from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v4.dspark import DeepseekV4DSpark
 from workloads.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from workloads.models.deepseek_v4.mtp import DeepseekV4MTP
 from workloads.models.deepseek_v4.tensors import ALIGNER
@@ -24,6 +25,8 @@ def make_roots(setting: Setting[DeepseekV4Config]) -> Mapping[str, Target | Draf
     text = DeepseekV4ForCausalLM(setting)
     target: Target = VisionWrapper(text, config, ALIGNER) if config.vision else text
     roots: dict[str, Target | Drafter] = {"target": target}
-    if config.num_mtp_layers and setting.groups.on_last_stage:
+    if config.num_dspark_layers:
+        roots["draft"] = DeepseekV4DSpark(setting, text)
+    elif config.num_mtp_layers and setting.groups.on_last_stage:
         roots["draft"] = DeepseekV4MTP(setting)
     return roots

@@ -37,6 +37,8 @@ def sections(c: DeepseekV4Config) -> Iterator[Section]:
     yield Section(tail + specs("", "head", [Row("head.weight", vocab, VOCAB)]), [])
     for block in range(c.num_mtp_layers):
         yield _mtp(c, block)
+    for stage in range(c.num_dspark_layers):
+        yield _dspark(c, stage)
     if c.vision:
         width = c.vision_hidden_size
         rows = [norm("norm", width), Row("proj.weight", (c.hidden_size, width))]
@@ -69,6 +71,20 @@ def _mtp(c: DeepseekV4Config, block: int) -> Section:
         *_hc_head(c),
     ]
     return Section(specs(prefix, "mtp", rows) + layer.plain, layer.templates, layer.experts)
+
+
+def _dspark(c: DeepseekV4Config, stage: int) -> Section:
+    """A stage of the DSpark drafter: a decoder layer; the first projects the target's states, the last makes proposals.
+    Its Markov and confidence heads are replicated."""
+    h, rank, prefix = c.hidden_size, c.dspark_markov_rank, f"mtp.{stage}."
+    layer, rows = _layer(c, c.num_layers + stage, prefix, "dspark"), []
+    if stage == 0:
+        rows += [*fp8("main_proj", h, len(c.dspark_target_layer_ids) * h), norm("main_norm", h)]
+    if stage == c.num_dspark_layers - 1:
+        markov = [Row(f"markov_head.{w}.weight", (c.vocab_size, rank)) for w in ("markov_w1", "markov_w2")]
+        confidence = Row("confidence_head.proj.weight", (1, h + rank))
+        rows += [norm("norm", h), *_hc_head(c), *markov, confidence]
+    return Section(specs(prefix, "dspark", rows) + layer.plain, layer.templates, layer.experts)
 
 
 def fp8(stem: str, rows: int, columns: int, shard: Shard = REPLICATED, block: int = FP8_BLOCK) -> list[Row]:

@@ -23,6 +23,19 @@ RULES = (
         "*.experts.slot*", "constant", "which slots hold each routed expert, decided by load balancing alone"
     ),
     Rule(
+        "*.context_kv_proj",
+        "derived",
+        "latent projections of all layers of the drafter, joined: the target's states go through them at once",
+    ),
+    Rule(
+        "*._context_kv_norm_weights", "derived", "norms of the latents of all layers of the drafter, joined"
+    ),
+    Rule(
+        "*.inv_freq",
+        "constant",
+        "angles by which the drafter turns queries and keys, from the dimensions alone",
+    ),
+    Rule(
         "global:workloads.kernels.quantization.*",
         "constant",
         "values of the E2M1, E4M3 and E8M0 codes, the same in every process",

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 
+from workloads.models.dspark.config import DsparkConfig
+
 
 @dataclass
-class KimiK3Config:
-    """Architecture of `KimiK3ForCausalLM`; defaults are the CPU proxy (`kimi_k3_tiny`).
+class KimiK3Config(DsparkConfig):
+    """Architecture of `KimiK3ForCausalLM` and its drafter; defaults are the CPU proxy (`kimi_k3_tiny`).
 
     Layers are numbered from 0 here; the published config numbers `full_attn_layers` from 1.
     """
@@ -46,7 +48,16 @@ class KimiK3Config:
     situ_beta: float = 4.0
     situ_linear_beta: float = 25.0
 
+    # the drafter: an MTP block, or DSpark with dense MLA layers, which have the widths of the target's but for these
     num_mtp_layers: int = 1
+    dspark_num_heads: int = 8
+    dspark_intermediate_size: int = 320
+    dspark_rope_theta: float = 50000.0
+    dspark_rope_factor: float = 32.0
+    dspark_rope_original_positions: int = 512
+    dspark_rope_beta_fast: float = 32.0
+    dspark_rope_beta_slow: float = 1.0
+    dspark_rope_mscale_all_dim: float = 1.0
 
     def is_full_attention(self, layer: int) -> bool:
         """Whether decoder layer `layer` (from 0; MTP blocks follow the last) is MLA."""

@@ -25,10 +25,11 @@ class KvBProj(ColumnParallelLinear):
     """Expansion of the latents. Derived, as plain attributes: `W_UK_T` BF16 [heads, nope, L] and `W_UV`
     BF16 [heads, L, v], which absorbed decode reads."""
 
-    def __init__(self, config: KimiK3Config, group: Group, source: str) -> None:
-        rows = config.num_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    def __init__(self, config: KimiK3Config, heads: int, group: Group, source: str) -> None:
+        """heads: of the layer, on all ranks."""
+        rows = heads * (config.qk_nope_head_dim + config.v_head_dim)
         super().__init__(group, config.kv_lora_rank, [Rows(source, rows)])
-        self.heads, self.nope = config.num_heads // group.size, config.qk_nope_head_dim
+        self.heads, self.nope = heads // group.size, config.qk_nope_head_dim
         self.W_UK_T: torch.Tensor | None = None
         self.W_UV: torch.Tensor | None = None
 
@@ -66,7 +67,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(self.latent, eps, f"{prefix}kv_a_layernorm.weight")
         q_b = Rows(f"{prefix}q_b_proj.weight", config.num_heads * query)
         self.q_b_proj = ColumnParallelLinear(group, config.q_lora_rank, [q_b])
-        self.kv_b_proj = KvBProj(config, group, f"{prefix}kv_b_proj.weight")
+        self.kv_b_proj = KvBProj(config, config.num_heads, group, f"{prefix}kv_b_proj.weight")
         self.g_proj = ColumnParallelLinear(group, hidden, [Rows(f"{prefix}g_proj.weight", values)])
         self.o_proj = RowParallelLinear(group, values, hidden, f"{prefix}o_proj.weight")
 

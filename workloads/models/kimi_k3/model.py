@@ -43,16 +43,20 @@ class KimiK3Model(nn.Module):
                 hidden, eps, f"{prefix}output_attn_res"
             )
             self.norm = RMSNorm(hidden, eps, f"{prefix}norm.weight")
+        self.taps = frozenset(config.dspark_target_layer_ids if config.num_dspark_layers else ())
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
         stream = self._entering(batch)
-        for layer, cache in zip(self.layers.values(), caches, strict=True):
+        tapped = []
+        for (number, layer), cache in zip(self.layers.items(), caches, strict=True):
             layer(stream, batch, cache)
+            if int(number) in self.taps:
+                tapped.append(stream.prefix)
         if not self.stage.is_last:
             self.stage.send(*stream.blocks, stream.prefix)
             return stream.prefix
         hidden: torch.Tensor = self.norm(mix(stream, self.output_attn_res_norm, self.output_attn_res_proj))
-        return hidden
+        return torch.stack([hidden, *tapped], dim=1) if tapped else hidden
 
     def _entering(self, batch: Batch) -> ResidualStream:
         """What this stage's first layer reads."""
@@ -80,13 +84,15 @@ class KimiK3ForCausalLM(Target):
         return [layer.make_cache(slots, positions) for layer in self._layers()]
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        """Final hidden states of this rank's tokens, BF16 [n, hidden]; caches are advanced."""
+        """Final hidden states of this rank's tokens, BF16 [n, hidden]; for a drafter that reads other layers, too, with
+        the residual stream after each of these, BF16 [n, 1 + taps, hidden]. Caches are advanced."""
         hidden: torch.Tensor = self.model(batch, caches)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:
         """FP32 [R, vocab] of the batch's rows int64 [R], on every rank of the TP group."""
-        logits: torch.Tensor = self.lm_head(hidden, rows, batch.share)
+        final = hidden[:, 0] if self.model.taps else hidden
+        logits: torch.Tensor = self.lm_head(final, rows, batch.share)
         return logits
 
     def _layers(self) -> list[DecoderLayer]:

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Mapping
 
 from workloads.loading.tensor_table import MXFP4_GROUP
+from workloads.models.dspark.plan import drafter_problems
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.planning import Experts, Load, Part
+from workloads.models.planning import Experts, Load, Part, drafters_own
 
 COMPONENTS = {
     "routed_experts": "routed experts",
@@ -18,8 +19,9 @@ COMPONENTS = {
     "router": "router",
     "norms": "norms and mixers",
     "mtp": "MTP block",
+    "dspark": "DSpark drafter",
 }
-MAY_BE_ZERO = ("num_mtp_layers", "num_dense_layers")
+MAY_BE_ZERO = ("num_mtp_layers", "num_dense_layers", "num_dspark_layers", "dspark_mask_token_id")
 
 
 def problems(c: KimiK3Config) -> Iterator[str]:
@@ -40,10 +42,17 @@ def problems(c: KimiK3Config) -> Iterator[str]:
                 f"model.kimi_k3.{key} is {getattr(c, key)}; MXFP4 shares a scale between {MXFP4_GROUP} "
                 "values, so it must be a multiple of that."
             )
+    yield from drafter_problems(c, "kimi_k3")
+    if c.num_dspark_layers and c.qk_rope_head_dim % 2:
+        yield (
+            f"model.kimi_k3.qk_rope_head_dim is {c.qk_rope_head_dim}; the drafter turns its channels in pairs, so it "
+            "must be even."
+        )
 
 
 def divided(c: KimiK3Config) -> Mapping[str, int]:
-    return {key: getattr(c, key) for key in ("num_heads", "kda_num_heads", "vocab_size")}
+    drafter = ("dspark_num_heads",) if c.num_dspark_layers else ()
+    return {key: getattr(c, key) for key in ("num_heads", "kda_num_heads", "vocab_size", *drafter)}
 
 
 def experts(c: KimiK3Config) -> Experts:
@@ -64,12 +73,21 @@ def experts(c: KimiK3Config) -> Experts:
 
 
 def derived(c: KimiK3Config, tp: int) -> list[Part]:
-    """MLA's absorbed projections in BF16, and KDA's convolution weights regrouped for decoding in FP32."""
+    """MLA's absorbed projections in BF16, KDA's convolution weights regrouped for decoding in FP32; what the drafter
+    has of its target a second time, or joins of its layers in BF16."""
     full, linear = _attention_layers(c)
-    absorbed = c.num_heads // tp * c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim)
+    absorbed = c.kv_lora_rank * (c.qk_nope_head_dim + c.v_head_dim) * 2
     conv = 3 * c.kda_num_heads // tp * c.kda_head_dim * c.kda_conv_size
-    nbytes = full * absorbed * 2 + linear * conv * 4
-    return [Part("derived weights", "derived", nbytes, "absorbed MLA, KDA decode")]
+    norm = c.kda_head_dim * 4
+    nbytes = full * c.num_heads // tp * absorbed + linear * (conv * 4 + norm)
+    parts = [Part("derived weights", "derived", nbytes, "absorbed MLA, KDA decode")]
+    if c.num_mtp_layers:
+        parts.append(drafters_own("embedding", c.vocab_size // tp * c.hidden_size * 2))
+    if c.num_dspark_layers:
+        joined = _latent_width(c) * c.hidden_size * 2 + c.kv_lora_rank * 2
+        nbytes = c.num_dspark_layers * (c.dspark_num_heads // tp * absorbed + joined)
+        parts.append(Part("DSpark derived", "derived", nbytes, "absorbed MLA, context KV of all layers"))
+    return parts
 
 
 def caches(c: KimiK3Config, load: Load, tp: int) -> list[Part]:
@@ -78,12 +96,23 @@ def caches(c: KimiK3Config, load: Load, tp: int) -> list[Part]:
     heads = c.kda_num_heads // tp
     state = linear * heads * c.kda_head_dim**2 * 4
     tail = linear * 3 * heads * c.kda_head_dim * (c.kda_conv_size - 1) * 2
-    per_token = full * (c.kv_lora_rank + c.qk_rope_head_dim) * 2
+    per_token = full * _latent_width(c) * 2
     each = f"{load.requests} requests x {state + tail:,} B"
-    return [
+    parts = [
         Part("KV cache", "cache", load.tokens * per_token, f"{load.tokens:,} tokens x {per_token:,} B"),
         Part("KDA state", "cache", load.requests * (state + tail), each),
     ]
+    if c.num_dspark_layers:
+        per_token = c.num_dspark_layers * _latent_width(c) * 2
+        tokens = load.tokens + load.requests * c.dspark_block_size
+        basis = f"{tokens:,} tokens x {per_token:,} B, a block of each request included"
+        parts.append(Part("DSpark KV", "cache", tokens * per_token, basis))
+    return parts
+
+
+def _latent_width(c: KimiK3Config) -> int:
+    """Channels that MLA keeps of a token."""
+    return c.kv_lora_rank + c.qk_rope_head_dim
 
 
 def _attention_layers(c: KimiK3Config) -> tuple[int, int]:

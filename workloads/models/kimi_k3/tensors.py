@@ -22,7 +22,9 @@ from workloads.loading.tensor_table import (
 from workloads.models.kimi_k3.config import KimiK3Config
 
 PREFIX = "language_model."
-NOT_LOADED = ("vision_tower.", "mm_projector.")  # prefixes of tensors published beside the text model's
+# Prefixes of tensors published beside those that serve: the towers; of the DSpark drafter its copy of the target's
+# embedding, and a head that schedules its training.
+NOT_LOADED = ("vision_tower.", "mm_projector.", "embed_tokens.", "confidence_head.")
 
 
 def sections(c: KimiK3Config) -> Iterator[Section]:
@@ -38,13 +40,19 @@ def sections(c: KimiK3Config) -> Iterator[Section]:
     yield Section(tail + specs(PREFIX, "head", [Row("lm_head.weight", vocab, VOCAB)]), [])
     for block in range(c.num_mtp_layers):
         yield _mtp_block(c, c.num_layers + block)
+    if c.num_dspark_layers:
+        yield _dspark(c)
 
 
 def _decoder_layer(c: KimiK3Config, layer: int) -> Section:
     prefix = f"{PREFIX}model.layers.{layer}."
     mixers = [*_mixer(c, "self_attention_res"), *_mixer(c, "mlp_res")]
     plain = specs(prefix, "norms", [*_layer_norms(c), *mixers])
-    plain += specs(prefix, "mla", _mla(c)) if c.is_full_attention(layer) else specs(prefix, "kda", _kda(c))
+    plain += (
+        specs(prefix, "mla", _mla(c, c.num_heads))
+        if c.is_full_attention(layer)
+        else specs(prefix, "kda", _kda(c))
+    )
     if c.is_dense(layer):
         mlp = _mlp("mlp.", c.hidden_size, c.dense_intermediate_size)
         return Section(plain + specs(prefix, "dense", mlp), [])
@@ -60,13 +68,34 @@ def _mtp_block(c: KimiK3Config, layer: int) -> Section:
         Row("hnorm.weight", (h,)),
         Row("eh_proj.weight", (h, 2 * h)),
         *_layer_norms(c),
-        *_mla(c),
+        *_mla(c, c.num_heads),
         *chain.from_iterable(_moe(c).values()),
         Row("shared_head.norm.weight", (h,)),
         Row("shared_head.head.weight", (c.vocab_size, h), VOCAB),
     ]
     prefix = f"{PREFIX}model.layers.{layer}."
     return Section(specs(prefix, "mtp", rows), specs(prefix, "mtp", _expert(c)), c.num_experts)
+
+
+def _dspark(c: KimiK3Config) -> Section:
+    """The DSpark drafter, published apart from its target: its names have no prefix. Dense MLA layers without an output
+    gate; context projection and Markov head are replicated."""
+    h = c.hidden_size
+    rows = [
+        Row("context_proj.weight", (h, len(c.dspark_target_layer_ids) * h)),
+        Row("context_norm.weight", (h,)),
+        Row("final_norm.weight", (h,)),
+        *(
+            Row(f"markov_head.{w}.weight", (c.vocab_size, c.dspark_markov_rank))
+            for w in ("markov_w1", "markov_w2")
+        ),
+    ]
+    layer = [*_layer_norms(c), *_mla(c, c.dspark_num_heads, gated=False)]
+    layer += _mlp("mlp.", h, c.dspark_intermediate_size)
+    plain = specs("", "dspark", rows)
+    for number in range(c.num_dspark_layers):
+        plain += specs(f"layers.{number}.", "dspark", layer)
+    return Section(plain, [])
 
 
 def _layer_norms(c: KimiK3Config) -> list[Row]:
@@ -101,9 +130,9 @@ def _kda(c: KimiK3Config) -> list[Row]:
     ]
 
 
-def _mla(c: KimiK3Config) -> list[Row]:
-    """Multi-head latent attention with an output gate."""
-    h, heads = c.hidden_size, c.num_heads
+def _mla(c: KimiK3Config, heads: int, gated: bool = True) -> list[Row]:
+    """Multi-head latent attention, with an output gate or without."""
+    h = c.hidden_size
     query, key_value = c.qk_nope_head_dim + c.qk_rope_head_dim, c.qk_nope_head_dim + c.v_head_dim
     return [
         Row("self_attn.q_a_proj.weight", (c.q_lora_rank, h)),
@@ -112,7 +141,7 @@ def _mla(c: KimiK3Config) -> list[Row]:
         Row("self_attn.kv_a_proj_with_mqa.weight", (c.kv_lora_rank + c.qk_rope_head_dim, h)),
         Row("self_attn.kv_a_layernorm.weight", (c.kv_lora_rank,)),
         Row("self_attn.kv_b_proj.weight", (heads * key_value, c.kv_lora_rank), COLUMN),
-        Row("self_attn.g_proj.weight", (heads * c.v_head_dim, h), COLUMN),
+        *([Row("self_attn.g_proj.weight", (heads * c.v_head_dim, h), COLUMN)] if gated else []),
         Row("self_attn.o_proj.weight", (h, heads * c.v_head_dim), ROW),
     ]
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from workloads.models.dense import plan as dense
 from workloads.models.media import slot_problems
 from workloads.models.openpangu.config import OpenPanguConfig
-from workloads.models.planning import Experts, Load, Part
+from workloads.models.planning import Experts, Load, Part, drafters_own
 
 COMPONENTS = {**dense.COMPONENTS, "mtp": "MTP block", "vision": "image projector"}
 MAY_BE_ZERO = ("num_mtp_layers",)
@@ -31,7 +31,11 @@ def experts(c: OpenPanguConfig) -> Experts | None:
 def derived(c: OpenPanguConfig, tp: int) -> list[Part]:
     """Normed sink keys in BF16."""
     nbytes = (c.num_layers + c.num_mtp_layers) * c.num_sinks * c.num_kv_heads // tp * c.head_dim * 2
-    return [Part("derived weights", "derived", nbytes, "normed sink keys")]
+    copies = c.num_mtp_layers * c.vocab_size // tp * c.hidden_size * 2
+    return [
+        Part("derived weights", "derived", nbytes, "normed sink keys"),
+        *([drafters_own("embedding", copies)] if copies else []),
+    ]
 
 
 def caches(c: OpenPanguConfig, load: Load, tp: int) -> list[Part]:
