@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import yaml
 from tests.commands import ROOT, Outcome, orchestrate
 
 pytestmark = pytest.mark.vllm
-READY_S, STOP_S, GENERATE_S = 180, 30, 120
+READY_S, STOP_S, GENERATE_S = 300, 30, 120
 LAYOUT = ("--max-model-len", "512", "--max-num-batched-tokens", "512", "--max-num-seqs", "8")
 
 
@@ -51,16 +52,35 @@ def _free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def server(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    served, other = (_checkpoint(vllm_python, folder, seed) for seed in (0, 1))
+def weights(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    return _checkpoint(vllm_python, folder, 0), _checkpoint(vllm_python, folder, 1)
+
+
+@pytest.fixture(scope="module")
+def server(
+    vllm_python: Path, weights: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    with _running(vllm_python, tmp_path_factory.mktemp("server"), *weights) as server:
+        yield server
+
+
+@pytest.fixture
+def replicas(vllm_python: Path, weights: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
+    """A server of two, of which only the first answers calls of workers over HTTP."""
+    with _running(vllm_python, tmp_path, *weights, "--data-parallel-size", "2") as server:
+        yield server
+
+
+@contextmanager
+def _running(python: Path, folder: Path, served: Path, other: Path, *more: str) -> Iterator[Server]:
     backend = yaml.safe_load((ROOT / "conf" / "backend" / "vllm_cpu.yaml").read_text())
     port = _free_port()
     command = [
-        str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(served),
+        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(served),
         "--worker-extension-cls", "workloads.engines.vllm.worker.AuditExtension", "--skip-tokenizer-init",
         "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", *LAYOUT,
-        "--host", "127.0.0.1", "--port", str(port),
+        "--host", "127.0.0.1", "--port", str(port), *more,
     ]  # fmt: skip
     own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = folder / "server.log"
@@ -141,3 +161,30 @@ def test_the_server_goes_on(attached: Outcome, server: Server) -> None:
     assert server.process.poll() is None
     with urllib.request.urlopen(f"{server.url}/v1/models", timeout=10) as answer:
         assert json.load(answer)["data"][0]["root"] == str(server.served)
+
+
+AGAINST_ITSELF = (
+    "load_path.checks=[{name: back, rule: equal, left: back, right: started},"
+    "{name: answers, rule: same_generations, left: back, right: started},"
+    "{name: changed, rule: all_changed, left: started, right: updated},"
+    "{name: loaded, rule: checkpoint, left: updated}, {name: unmoved, rule: stable_storage},"
+    "{name: agree, rule: replicas}, {name: coverage, rule: coverage}]"
+)
+
+
+def test_every_replica_of_a_server_is_observed(replicas: Server, store: Path) -> None:
+    """Held against itself and the checkpoints, which needs no other engine; then one replica is harmed."""
+    told = (replicas, store, replicas.served, replicas.other, "parallelism=dp2", AGAINST_ITSELF)
+    sound = _attach(*told)
+    assert sound.exit_code == 0, sound.output
+    assert sound.cell["coverage"]["fraction"] == 1.0
+    assert sound.cell["starts"] == 0
+    records = (store / "cells" / sound.cell["id"]).glob("attempt-*/candidate/updated/tensors-*.jsonl")
+    assert len(list(records)) == 2, "each replica has written its own"
+    harmed = _attach(*told, "code.candidate.faults=[overwritten_weight]")
+    assert harmed.exit_code == 1, harmed.output
+    wrong = {check["name"] for check in harmed.cell["checks"] if check["verdict"] == "FAIL"}
+    assert {"back", "agree"} <= wrong
+    found = [f for f in harmed.cell["findings"] if f["path"].endswith(".input_layernorm.weight")]
+    assert any(finding["ranks"] == [1] for finding in found), harmed.cell["findings"]
+    assert harmed.left == []
