@@ -19,6 +19,12 @@ def _cause(pattern: str, sentence: str, type: str | None = None) -> Cause:
 # The first that fits is told, so those that others bring about stand behind them.
 CAUSES = (
     _cause(
+        r"uncorrectable (NVLink|ECC) error|GPU has fallen off the bus|NVRM: Xid .*: (48|63|64|74|79|94|95),|"
+        r"CUDA error: (unknown error|hardware stack error|uncorrectable)",
+        "the GPU itself failed: see nvidia-smi -q and the kernel's log of that node, which is avoided from now on",
+        "gpu_failed",
+    ),
+    _cause(
         r"illegal instruction|SIGILL|exit ?code:? -4\b",
         "the processor lacks an instruction that a kernel chose: set ONEDNN_MAX_CPU_ISA=AVX512_CORE (or AVX2) in "
         "backend.env, and backend.dtype=float32 on CPUs, where bfloat16 picks AMX kernels",

@@ -225,6 +225,7 @@ SAID = [
         "rank_failed",
     ),
     ("SafetensorError: Error while deserializing header", "missing or broken", "rank_failed"),
+    ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "the GPU itself failed", "gpu_failed"),
     ("[c10d] The server socket has failed to listen: EADDRINUSE", "has taken a port", "rank_failed"),
     (
         "RuntimeError: [enforce fail] can't allocate memory: 3 bytes",
