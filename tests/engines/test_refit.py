@@ -10,18 +10,13 @@ pytestmark = pytest.mark.vllm
 RELOAD = ("backend=vllm_cpu", "parallelism=single", "collect=vllm", "load_path=vllm_reload")
 
 
-@pytest.fixture(scope="module")
-def store(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("run store")  # with a space
-
-
-@pytest.fixture(scope="module")
-def refit(store: Path) -> Outcome:
-    return orchestrate(store, "+exp=vllm_refit", "parallelism=single,tp2_ep1")
+@pytest.fixture
+def store(refit_store: Path) -> Path:
+    return refit_store
 
 
 def test_a_dense_model_passes_every_scenario_at_tp1_and_tp2(refit: Outcome) -> None:
-    assert refit.exit_code == 0, refit.output
+    assert refit.left == []
     cells = refit.verdict["cells"]
     assert [cell["verdict"] for cell in cells] == ["PASS"] * 4
     layouts = {(cell["labels"]["parallelism"], cell["labels"]["load_path"]) for cell in cells}
@@ -70,6 +65,11 @@ def test_harm_done_from_outside_is_found_on_its_rank_at_its_path(store: Path, re
     }
     for fault, path in harmed.items():
         assert any(path in where and rank == 1 for where, rank in found), (fault, path, sorted(found))
+        naming = [
+            f for f in cell["findings"] if any(path in where for where in (f["path"], *f.get("paths", [])))
+        ]
+        assert all(f["ranks"] == [1] for f in naming), "nothing was done to the other rank"
+    assert cell["starts"] == 1, "fresh starts know of no harm, so they are those of the sound engine"
 
 
 @pytest.mark.parametrize(
