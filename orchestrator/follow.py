@@ -3,6 +3,7 @@
 Anybody may do so at any time from any login node, and stop at any moment: every look starts from the files.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from orchestrator import quarantine, slurm
 from orchestrator.attempts import DONE, FAILED, WAITS
 from orchestrator.jobs import Book, Task
 from orchestrator.scheduling import levels, needs
-from orchestrator.settle import Settler
+from orchestrator.settle import NOT_ASKED, Settler
 from orchestrator.store import Store
 from orchestrator.submit import Report, Submission, not_run
 from orchestrator.text import seconds
@@ -23,6 +24,7 @@ from orchestrator.trails import stands as stands_of
 Json = dict[str, Any]
 HERE = "RUNNING HERE"  # by a process of a `run` on this store, not by a job
 SUBMITTED = "SUBMITTED"
+SELDOM_S = 60.0  # between questions to Slurm, where cluster.poll_s is not longer
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Look:
     words: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
     trouble: str = ""
+    is_settling: bool = False  # some job has ended, and its attempt has no result yet
 
 
 def watch(
@@ -49,32 +52,42 @@ def watch(
     """
     clusters = [cell["cluster"] for cell in experiment.cells.values()]
     patience = max(seconds(c["time"]) + c["lost_after_s"] for c in clusters)
-    said, answered = "", clock()
+    poll_s = min(c["poll_s"] for c in clusters)
+    words: dict[str, str] = {}
+    said, answered, asked, pause = "", clock(), -math.inf, poll_s
     while True:
-        look = advance(store, experiment, report)
+        ask = clock() - asked >= pause
+        look = advance(store, experiment, report, ask)
         now = clock()
         if look.is_over:
             return
-        answered = answered if look.trouble else now
+        if ask:
+            asked, answered = now, answered if look.trouble else now
+            # Results come as files: Slurm is asked ever more seldom while nothing speaks against them.
+            pause = poll_s if look.trouble or look.is_settling else min(2 * pause, max(poll_s, SELDOM_S))
         if now - answered > patience:
             raise slurm.SlurmError(f"Slurm said nothing for {now - answered:.0f} s. {look.trouble}")
-        line = ", ".join(f"{word} {n}" for word, n in sorted(Counter(look.words.values()).items()))
+        words = {
+            name: words.get(name, word) if word == NOT_ASKED else word for name, word in look.words.items()
+        }
+        line = ", ".join(f"{word} {n}" for word, n in sorted(Counter(words.values()).items()))
         line += f" ({look.trouble})" if look.trouble else ""
         if line != said:
             report(line)
         said = line
-        sleep(min(c["poll_s"] for c in clusters))
+        sleep(poll_s)
 
 
-def advance(store: Store, experiment: Experiment, report: Report) -> Look:
-    """One look. At most one call of squeue and one of sacct beside what submitting takes. Raises StoreError when
-    another process holds the store's lock of submissions for too long."""
+def advance(store: Store, experiment: Experiment, report: Report, ask: bool = True) -> Look:
+    """One look. ask: Slurm about jobs, not only the store about results; at most one call of squeue and one of sacct
+    beside what submitting takes. Raises StoreError when another process holds the store's lock of submissions for too
+    long."""
     with store.submitting() as held:
         book = Book(store)
         trails = {name: read_trail(store, book, name, experiment.before[name]) for name in experiment.cells}
         look = _Look(store, experiment, report, book, trails, Settler(store, book, [held], report))
         try:
-            look.settle()
+            look.settle(ask)
             look.avoid_bad_nodes()
             return look.submit([held])
         except slurm.SlurmError as error:
@@ -95,12 +108,13 @@ class _Look:
     trails: Mapping[str, Trail]
     settler: Settler
 
-    def settle(self) -> None:
+    def settle(self, ask: bool) -> None:
         """Gives every attempt that has ended its result."""
         trails = self.trails.values()
         # A driver that was told to stop cannot know by whom: the end of its job says it.
         told = [a for t in trails for a, r in zip(t.attempts, t.results, strict=True) if _is_stopped(r)]
-        self.settler.ask([task for trail in trails for task in trail.open], told, self.experiment.cells)
+        if ask:
+            self.settler.ask([task for trail in trails for task in trail.open], told, self.experiment.cells)
         for name, trail in self.trails.items():
             cell = self.experiment.cells[name]
             for task in tuple(trail.open):
@@ -120,6 +134,8 @@ class _Look:
         if not trail.results or not _is_stopped(trail.results[-1]):
             return []
         task = self.book.task(trail.attempts[-1])
+        if task is not None and not self.settler.has_asked:
+            return [task]
         state = self.settler.state(task) if task is not None else None
         return [task] if task is not None and state is not None and not state.is_finished else []
 
@@ -159,7 +175,8 @@ class _Look:
             task = Submission(self.store, self.book, self.experiment.name, held, self.report, live, jobs)
             task.submit({name: cells[name] for name in cells if name in ready}, of)
             words |= dict.fromkeys(ready, SUBMITTED)
-        return Look(words, is_over=not busy and not ready)
+        settling = any(self.settler.is_gone(task) for trail in trails.values() for task in trail.open)
+        return Look(words, is_over=not busy and not ready, is_settling=settling)
 
     def _give_up(self, name: str, reference: str, maker: str, known: bool) -> None:
         """A cell whose reference nobody will make any more. known: its last attempt has this result already."""

@@ -15,6 +15,7 @@ from orchestrator.submit import Report, Submission
 Json = dict[str, Any]
 GONE = "gone"  # since when an attempt has no job that will run, by the clock of the store's files; names bad nodes
 NEVER_STARTS = "never_starts"
+NOT_ASKED = "NOT ASKED"
 
 
 class Settler:
@@ -24,10 +25,12 @@ class Settler:
         self._store, self._book, self._held, self._report = store, book, held, report
         self._survey = slurm.Survey({})
         self._now: float | None = None
+        self.has_asked = False
 
     def ask(self, tasks: Sequence[Task], stopped: Sequence[Path], cells: Mapping[str, Cell]) -> None:
         """Slurm about the jobs of `tasks` and of the attempts `stopped`. A batch that nobody noted to be submitted is
         found by its comment, or submitted now. Raises SlurmError."""
+        self.has_asked = True
         known = [task for attempt in stopped if (task := self._book.task(attempt)) is not None]
         if not tasks and not known:
             return
@@ -55,6 +58,8 @@ class Settler:
         return None if task.id is None else self._survey.state(task.id)
 
     def word(self, task: Task) -> str:
+        if not self.has_asked:
+            return NOT_ASKED
         state = self.state(task)
         if state is None:
             return "GONE"
@@ -65,7 +70,7 @@ class Settler:
         its job has been gone for `cluster.lost_after_s`. None while it may still run, or its result may still come.
         """
         result = self._store.result(task.attempt)
-        if result is not None:
+        if result is not None or not self.has_asked:
             return result
         state, marker = self.state(task), task.attempt / GONE
         is_live = state is not None and not state.is_finished and not state.never_starts
@@ -82,6 +87,10 @@ class Settler:
         return (
             self._never(task, cell, state) if state and state.never_starts else self._lost(task, cell, state)
         )
+
+    def is_gone(self, task: Task) -> bool:
+        """Whether the attempt of a job that will not run any more still has its time of grace."""
+        return (task.attempt / GONE).exists()
 
     def _never(self, task: Task, cell: Cell, state: slurm.JobState) -> Json:
         slurm.cancel([state.id])

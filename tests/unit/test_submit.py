@@ -3,7 +3,6 @@
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -353,7 +352,7 @@ def test_a_squeue_that_fails_or_babbles_loses_no_job(cluster: Cluster, run: Run,
 def test_a_controller_that_never_answers_ends_the_wait_and_nothing_else(cluster: Cluster, run: Run) -> None:
     run.look()
     cluster.fault("squeue", "slurm_load_jobs error: Unable to contact slurm controller")
-    times = iter([0.0, 0.0, 3600.0, 3661.0])
+    times = iter([0.0, 0.0, 0.0, 3600.0, 3600.0, 3661.0, 3661.0])
     with pytest.raises(slurm.SlurmError, match="said nothing for 3661 s"):
         follow.watch(run.store, run.experiment, run.said.append, lambda: next(times), lambda _: None)
     assert run.store.result(run.attempt()) is None, "it may be running all the same"
@@ -532,15 +531,41 @@ def test_a_look_is_a_constant_number_of_calls(cluster: Cluster, run: Run) -> Non
     assert cluster.calls() == ["squeue", "sacct"]
 
 
-def test_watching_reports_changes_and_ends(cluster: Cluster, run: Run) -> None:
-    script_: Sequence[Callable[[], None]] = (
-        lambda: cluster.change("100", states=["RUNNING"] * 3),
-        lambda: None,
-        lambda: [run.finish(cell) for cell in range(3)] and None,
-    )
-    steps = iter(script_)
-    follow.watch(run.store, run.experiment, run.said.append, lambda: 0.0, lambda _: next(steps)())
-    assert run.said == ["job 100: 3 cells", "SUBMITTED 3", "RUNNING 3"]
+def test_watching_reports_changes_and_asks_slurm_seldom(cluster: Cluster, run: Run) -> None:
+    """Twelve looks, of which only those after 20 and 60 s ask; the results come as files."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now == 30.0:
+            cluster.change("100", states=["RUNNING"] * 3)
+        if now == 110.0:
+            for cell in range(3):
+                run.finish(cell)
+
+    cluster.calls()
+    follow.watch(run.store, run.experiment, run.said.append, lambda: now, sleep)
+    assert run.said == ["job 100: 3 cells", "SUBMITTED 3", "PENDING 3", "RUNNING 3"]
+    calls = [name for name in cluster.calls() if name != "scontrol"]
+    assert calls == ["sbatch", "squeue", "squeue"]
+
+
+def test_what_has_ended_is_asked_about_until_it_is_settled(cluster: Cluster, run: Run) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now == 20.0:
+            cluster.change("100", states=["CANCELLED"] * 3)
+        for cell in range(3):
+            if (run.attempt(cell) / "gone").exists():
+                run.age(cell, seconds)
+
+    follow.watch(run.store, run.experiment, run.said.append, lambda: now, sleep)
+    assert [run.error(cell)["type"] for cell in range(3)] == ["stopped"] * 3
+    assert now <= 20.0 + 20.0 + 60.0 + 10.0, "the pause that ran, the time of grace, and one look"
 
 
 @pytest.mark.parametrize(
