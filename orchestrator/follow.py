@@ -64,7 +64,7 @@ def watch(
         if ask:
             asked, answered = now, answered if look.trouble else now
             # Results come as files: Slurm is asked ever more seldom while nothing speaks against them.
-            pause = poll_s if look.trouble or look.is_settling else min(2 * pause, max(poll_s, SELDOM_S))
+            pause = poll_s if look.trouble or look.is_settling else min(4 * pause, max(poll_s, SELDOM_S))
         if now - answered > patience:
             raise slurm.SlurmError(f"Slurm said nothing for {now - answered:.0f} s. {look.trouble}")
         words = {
