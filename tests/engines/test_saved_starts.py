@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import orchestrate
+from tests.engines.scripts import run_script
 
 pytestmark = pytest.mark.vllm
 CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm")
@@ -15,6 +16,7 @@ SAID = {
     "tensorizer": ("Cannot access accelerator device", "asks for an accelerator"),
     "tensorizer_raw": ("has no attribute 'cpu_linear'", "left out the post-processing"),
 }
+EXECUTED = ("tensorizer_raw",)  # scripts that a test runs: it writes its files without an engine
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,9 @@ def store(vllm_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("via", sorted(SAID))
-def test_a_start_that_the_engine_cannot_do_says_why(via: str, store: Path) -> None:
+def test_a_start_that_the_engine_cannot_do_says_why(
+    via: str, store: Path, vllm_python: Path, tmp_path: Path
+) -> None:
     outcome = orchestrate(store, *CELL, f"load_path=vllm_{via}")
     assert outcome.exit_code == 3, outcome.output
     assert outcome.cell["verdict"] == "ERROR"
@@ -36,3 +40,7 @@ def test_a_start_that_the_engine_cannot_do_says_why(via: str, store: Path) -> No
     assert "from vllm import LLM" in (outcome.folder / "report.md").read_text()  # type: ignore[operator]
     [saved] = (store / "cells" / outcome.cell["id"]).glob("attempt-*/fresh.new/saved")
     assert any(file.suffix in (".safetensors", ".tensors") for file in saved.iterdir())
+    if via in EXECUTED:
+        done = run_script(vllm_python, again["script"], tmp_path)
+        assert done.returncode == 1
+        assert SAID[via][0] in done.output, done.output[-4000:]
