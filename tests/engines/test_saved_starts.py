@@ -42,5 +42,5 @@ def test_a_start_that_the_engine_cannot_do_says_why(
     assert any(file.suffix in (".safetensors", ".tensors") for file in saved.iterdir())
     if via in EXECUTED:
         done = run_script(vllm_python, again["script"], tmp_path)
-        assert done.returncode == 1
+        assert done.returncode != 0, "a start that goes wrong is no success"
         assert SAID[via][0] in done.output, done.output[-4000:]
