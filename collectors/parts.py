@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from collectors.byte_order import counts_of_bytes, flat_bytes, rows_too_early
 from collectors.fingerprint import Digest, fingerprints, why_unreadable
 from collectors.row_index import as_dtype
 from workloads.engines.protocol import Part
@@ -143,11 +144,13 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
         digest, cast = fresh[i :: len(new)]
         assert digest is not None, "a slice that was read has a digest"
         slices[key] = Slice(digest.fp, cast.fp if cast else None, stored)
-    for piece, value in zip(batch, values, strict=True):
+    wrong = [_is_wrong(piece, value, slices) for piece, value in zip(batch, values, strict=True)]
+    rearranged = _rearranged(batch, wrong, reader)
+    for piece, value, is_wrong in zip(batch, values, wrong, strict=True):
         padding = _number(piece.part.padding_value)
         expected = slices[piece.key] if piece.key is not None else None
-        differs = expected is not None and value is not None and value.fp != expected.fp
-        permuted, patch = _how_it_differs(piece, reader) if differs else (False, None)
+        differs = is_wrong and expected is not None
+        permuted, patch, shift = _how_it_differs(piece, reader) if differs else (False, None, 0)
         yield {
             "tensor": piece.part.tensor,
             "part": piece.part.name,
@@ -156,12 +159,24 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
             "cast": expected.cast if expected else None,
             "permuted": permuted,
             "patch": patch,
+            **({"shifted": shift} if shift else {}),
+            **({"rearranged": True} if is_wrong and piece.part.tensor in rearranged else {}),
             "source": piece.part.source,
             "region": piece.part.region,
             "nbytes": piece.value.nbytes if piece.value is not None else 0,
             "const": padding if _holds_its_number(piece) else value and value.const,
             "padding_value": padding,
         }
+
+
+def _is_wrong(piece: _Piece, value: Digest | None, slices: Slices) -> bool:
+    """Whether a part is not its checkpoint slice, or padding not the value that it was created with."""
+    if value is None:
+        return False
+    if piece.key is not None:
+        return value.fp != slices[piece.key].fp
+    padding = piece.part.padding_value
+    return padding is not None and not _holds_its_number(piece) and value.const != padding
 
 
 def _number(value: float | None) -> float | str | None:
@@ -177,19 +192,39 @@ def _holds_its_number(piece: _Piece) -> bool:
     return bool((value.to(torch.float64) == number).all())
 
 
-def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None]:
-    """Whether every byte value occurs as often in the live part as in its checkpoint slice; and the value of all
-    bytes that differ, None where they are not of one value."""
+def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None, int]:
+    """Whether every byte value occurs as often in the live part as in its checkpoint slice; the value of all bytes that
+    differ, None where they are not of one value; and how many rows too early the live rows are, 0 where they are not
+    the slice's."""
     assert piece.key is not None, "only parts with a source are held against the checkpoint"
     assert piece.value is not None, "only parts with bytes are held against the checkpoint"
-    live, wanted = (
-        tensor.contiguous().reshape(-1).view(torch.uint8).cpu()
-        for tensor in (piece.value, _slice(reader, piece.key))
-    )
-    counts = [torch.bincount(tensor, minlength=256) for tensor in (live, wanted)]
+    checkpoint = _slice(reader, piece.key)
+    live, wanted = flat_bytes(piece.value), flat_bytes(checkpoint)
     wrong = live[live != wanted] if live.shape == wanted.shape else live
     patch = int(wrong[0]) if len(wrong) and bool((wrong == wrong[0]).all()) else None
-    return torch.equal(*counts), patch
+    shift = rows_too_early(live, wanted, checkpoint.shape) if live.shape == wanted.shape else 0
+    return torch.equal(counts_of_bytes(live), counts_of_bytes(wanted)), patch, shift
+
+
+def _rearranged(batch: Sequence[_Piece], wrong: Sequence[bool], reader: CheckpointReader) -> set[str]:
+    """Tensors whose bytes, padding included, are the right ones in another order, so that padding is wrong and what
+    should be in it lies elsewhere. wrong: of each piece, whether it is not what it should be."""
+    suspects = {p.part.tensor for p, bad in zip(batch, wrong, strict=True) if bad and p.key is None}
+    found = set()
+    for tensor in suspects:
+        pieces = [piece for piece in batch if piece.part.tensor == tensor and piece.value is not None]
+        live = sum(counts_of_bytes(flat_bytes(piece.value)) for piece in pieces if piece.value is not None)
+        wanted = sum(counts_of_bytes(flat_bytes(_should_be(piece, reader))) for piece in pieces)
+        if bool((torch.as_tensor(live) == wanted).all()):
+            found.add(tensor)
+    return found
+
+
+def _should_be(piece: _Piece, reader: CheckpointReader) -> Tensor:
+    if piece.key is not None:
+        return _slice(reader, piece.key)
+    assert piece.value is not None, "only parts with bytes are held against what they should be"
+    return torch.full_like(piece.value, piece.part.padding_value or 0)
 
 
 def _digests_of(tensors: Sequence[Tensor | None]) -> list[Digest | None]:

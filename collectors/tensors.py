@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from collectors.classify import RUNTIME, Class, classifier
+from collectors.derived import follows
 from collectors.fingerprint import fingerprints, why_unreadable
 from collectors.parts import Record, Slices, audit_parts
 from collectors.records import RecordWriter, rank_file
@@ -108,6 +109,9 @@ class TensorAuditor:
         found += _read_back(self._packed())
         classify = classifier(self._engine.rules(), {storage_address(t) for t in runtime.values()})
         tensors = _tensor_records(found, [classify(one) for one in found])
+        derived = follows(roots)
+        for record in tensors:
+            record |= next((derived[path] for path in _names(record) if path in derived), {})
         audited = {path for record in tensors if _has_digest(record) for path in _names(record)}
         with RecordWriter(path) as writer:
             header = {"rank": rank, "observation": name, "pid": os.getpid(), "root_count": len(roots)}

@@ -188,7 +188,7 @@ def _faults(arguments: list[str]) -> int:
     if flags & {"-h", "--help"}:
         print(faults.HELP)
         return 0
-    if unknown := sorted(flags - {"--run", "--sample"}):
+    if unknown := sorted(flags - {"--run", "--pairs", "--sample"}):
         raise UsageError(f"{unknown[0]} is not an option of faults; see faults --help.")
     words = [argument for argument in arguments if argument not in flags]
     given = [parse_override(word) for word in words if "=" in word]

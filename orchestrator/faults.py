@@ -13,8 +13,8 @@ from rich.table import Table
 
 from orchestrator import faults_matrix as matrix
 from orchestrator.compose import ConfigError
-from orchestrator.faults_matrix import CLEAN, GOOD, MatrixCell, Outcome
-from orchestrator.faults_run import play
+from orchestrator.faults_matrix import CLEAN, GOOD, MatrixCell, Outcome, Play
+from orchestrator.faults_run import judged, lanes, play
 from orchestrator.store import Store, read_json, write_json
 from workloads import faults
 from workloads.faults._about import KINDS
@@ -23,6 +23,7 @@ Json = dict[str, Any]
 
 RECORD = "faults.json"  # of a matrix that was run
 NAME = "fault_matrix"
+NOT_PLAYED = "not played"
 MAX_COLUMNS = 4  # of more models one column shows all
 ALL = "all models"
 _MARKS = {"missed": "MISSED", "misnamed": "OTHER", "false_alarm": "ALARM", "error": "ERROR"}
@@ -35,6 +36,8 @@ the public report, the diagnosis that must come first, and where each was last c
   NAME         only these faults (see the list); all when none is named
   --run        play the matrix faults x models x load paths and show what caught each: every cell in which a fault
                can do something must end with its diagnosis, and clean cells without a finding
+  --pairs      with --run: every fault once on every model and once on every load path, instead of on all
+               combinations of the two, and clean cells likewise
   --sample     with --run: one cell of every fault and one clean cell of every model, always the same ones
   model=A,B    only these models; load_path=A,B only these load paths; others are overrides of every cell
   store=PATH   where results are kept and looked for; finished cells are reused unless rerun=true
@@ -96,44 +99,75 @@ def _caught(folder: Path) -> Iterator[tuple[str, str]]:
 def run(
     store: Store, cells: Sequence[MatrixCell], overrides: Sequence[str], rerun: bool, out: Console
 ) -> int:
-    """Plays the cells that have no result yet, shows and stores the table. Returns the exit code."""
+    """Plays the cells that have no result yet, shows and stores the table, also of a run that is broken off. Returns
+    the exit code."""
     planned = matrix.planned(cells, overrides)
-    outcomes: dict[str, Outcome] = {}
     folder = store.new_experiment(NAME)
-    for name, (_, cell) in planned.items():
-        result = None if rerun else store.finished(name)
-        if result is not None:
-            outcomes[name] = matrix.outcome(cell, result)
-    missing = [one for name, (one, _) in planned.items() if name not in outcomes]
-    out.print(f"{folder.name}: cells {len(planned)}, to play {len(missing)}")
-    began = time.monotonic()
+    outcomes = {} if rerun else dict(kept(store, planned))
+    missing = [one for name, one in planned.items() if name not in outcomes]
+    out.print(f"{folder.name}: cells {len(planned)}, to play {len(missing)}, on {lanes()} cores")
+    progress = _Progress(out, len(planned), len(missing))
 
-    def take(one: Any, result: Json) -> None:
-        cell = planned[one.id][1]
-        got = outcomes[one.id] = matrix.outcome(cell, result)
-        where = f"{len(outcomes)} of {len(planned)}: {got.fault} on {got.model}, {got.load_path}"
-        out.print(
-            f"{where}: {got.state}" if got.state in GOOD else f"{where}: {_sentence(got)}", soft_wrap=True
-        )
+    def take(one: Play, result: Json) -> None:
+        outcomes[one.planned.id] = matrix.outcome(one.cell, result)
+        progress.show(outcomes[one.planned.id])
 
-    if missing:
+    try:
         play(store, missing, folder, take)
-    ordered = [outcomes[name] for name in planned]
-    counts = _counts(ordered)
-    record = {
-        "experiment": folder.name,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "seconds": time.monotonic() - began,
-        "counts": counts,
-        "cells": [one.record() for one in ordered],
-    }
-    write_json(folder / RECORD, record)
-    show_matrix(ordered, out)
-    out.print(
-        f"{', '.join(f'{count} {state}' for state, count in counts.items())}; {folder / RECORD}",
-        soft_wrap=True,
-    )
+    finally:
+        ordered = [outcomes[name] for name in planned if name in outcomes]
+        counts = _counts(ordered) | ({NOT_PLAYED: left} if (left := len(planned) - len(ordered)) else {})
+        record = {
+            "experiment": folder.name,
+            "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "seconds": progress.seconds(),
+            "counts": counts,
+            "cells": [one.record() for one in ordered],
+        }
+        write_json(folder / RECORD, record)
+        show_matrix(ordered, out)
+        out.print(
+            f"{', '.join(f'{n} {state}' for state, n in counts.items())}; {folder / RECORD}", soft_wrap=True
+        )
     return 3 if "error" in counts else 1 if set(counts) - set(GOOD) else 0
+
+
+def kept(store: Store, planned: Mapping[str, Play]) -> Iterator[tuple[str, Outcome]]:
+    """What earlier runs showed. What was not caught is judged again, since rules may have got better."""
+    for name, one in planned.items():
+        for attempt in reversed(store.attempts(name)):
+            result = store.result(attempt)
+            if result is None:
+                continue
+            found = matrix.outcome(one.cell, result)
+            if found.state not in (*GOOD, "error") and result["error"] is None:
+                found = matrix.outcome(one.cell, judged(store, one, attempt))
+            if found.state != "error":
+                yield name, found
+                break
+
+
+class _Progress:
+    """A line for each cell: what it showed, how far all are, and how long the rest takes at this speed."""
+
+    def __init__(self, out: Console, cells: int, missing: int) -> None:
+        self._out, self._cells, self._missing, self._done = out, cells, missing, 0
+        self._began = time.monotonic()
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def show(self, one: Outcome) -> None:
+        self._done += 1
+        left = self._missing - self._done
+        minutes = self.seconds() / self._done * left / 60
+        what = (
+            _sentence(one)
+            if one.state not in GOOD
+            else f"{one.fault} on {one.model}, {one.load_path}: {one.state}"
+        )
+        where = f"{self._cells - left} of {self._cells}, {minutes:.0f} min left"
+        self._out.print(f"{where}: {what}", soft_wrap=True)
 
 
 def _counts(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -181,7 +215,7 @@ def _sentence(one: Outcome) -> str:
 
 
 def main(names: Sequence[str], values: Mapping[str, str], flags: Collection[str], out: Console) -> int:
-    """names: of faults, every one where none is named. values: overrides by key; flags: --run, --sample."""
+    """names: of faults, every one where none is named. values: overrides by key; flags: --run, --pairs, --sample."""
     unknown = sorted(set(names) - set(faults.names()))
     if unknown:
         known = ", ".join(faults.names())
@@ -195,6 +229,8 @@ def main(names: Sequence[str], values: Mapping[str, str], flags: Collection[str]
     )
     lines = [f"{key}={value}" for key, value in overrides.items()]
     cells = matrix.cells(matrix.places(models, paths, lines), wanted)
+    if "--pairs" in flags:
+        cells = matrix.pairs(cells)
     if "--sample" in flags:
         cells = matrix.sample(cells)
     return run(Store.open(store.strip("'\"")), cells, lines, rerun == "true", out)

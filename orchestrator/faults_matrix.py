@@ -6,9 +6,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from orchestrator.compose import ConfigError, compose, group_options
-from orchestrator.plan import cell_id
-from orchestrator.planning import Planned, plan
+from orchestrator.checkpoint_rules import checkpoint_problems
+from orchestrator.compose import Composed, ConfigError, compose, group_options
+from orchestrator.engine_rules import engine_problems
+from orchestrator.plan import FRESH_VIA, cell_id, freeze
+from orchestrator.planning import Planned
 from orchestrator.rules import problems
 from orchestrator.scenario_rules import VIA
 from orchestrator.schema import Root
@@ -86,21 +88,15 @@ def places(models: Sequence[str], load_paths: Sequence[str], overrides: Sequence
         for model, layout in product(models or FEATURES, LAYOUTS)
         if (has := _features(model, layout, tuple(overrides))) is not None
         for path, via in ways.items()
-        if via <= native and ("draft" in has or not _updates_drafts(path, tuple(overrides)))
+        if via <= native | has
     ]
 
 
 def _via(load_path: str, overrides: Sequence[str]) -> frozenset[str]:
-    """How the loads of a load path go, and how deep it sleeps."""
-    steps = _composed([*overrides, f"load_path={load_path}"]).load_path.steps
-    return frozenset(step.via or f"sleep{step.level}" for step in steps if step.via or step.do == "sleep")
-
-
-@cache
-def _updates_drafts(load_path: str, overrides: tuple[str, ...]) -> bool:
-    """Whether a load path has an update for the drafter, which a model must then have."""
-    steps = _composed([*overrides, f"load_path={load_path}"]).load_path.steps
-    return any("draft" in step.roots for step in steps)
+    """How the loads of a load path go, how deep it sleeps, and `draft` where it names the drafter."""
+    steps = _root(_selected((f"load_path={load_path}",), tuple(overrides))).load_path.steps
+    found = {step.via or f"sleep{step.level}" for step in steps if step.via or step.do == "sleep"}
+    return frozenset(found | {root for step in steps for root in step.roots if root == "draft"})
 
 
 @cache
@@ -110,7 +106,7 @@ def _features(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -
         raise ConfigError(
             [f"model={model} is not in the fault matrix; its models are: {', '.join(FEATURES)}."]
         )
-    root = _composed([*layout, *overrides, f"model={model}"])
+    root = _placed(model, layout, overrides)
     if any(problems(root)):
         return None
     ranks = root.parallelism
@@ -118,8 +114,21 @@ def _features(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -
     return features(model, ranks.tp, ranks.ep, kernel, ranks.pp, ranks.redundant_experts, moved, wrapped)
 
 
-def _composed(words: Sequence[str]) -> Root:
-    [one] = compose([EXPERIMENT, *words])
+@cache
+def _selected(option: tuple[str, ...], overrides: tuple[str, ...]) -> Composed:
+    """The experiment with one model, one layout or one load path, and all else as it is by default."""
+    [one] = compose([EXPERIMENT, *overrides, *option])
+    return one
+
+
+def _placed(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -> Root:
+    """A model on a layout. They are composed apart, each once, since neither has a part in the other."""
+    on = _root(_selected(layout, overrides))
+    of = _root(_selected((f"model={model}",), overrides))
+    return replace(of, parallelism=on.parallelism, backend=on.backend)
+
+
+def _root(one: Composed) -> Root:
     if one.root is None:
         raise ConfigError(one.problems)
     return one.root
@@ -131,16 +140,25 @@ def _options(group: str) -> list[str]:
 
 
 def cells(at: Iterable[Place], names: Sequence[str]) -> list[MatrixCell]:
-    """The clean cell of every place; then every fault, for each model and load path on the first layout on which it can
-    do something."""
+    """Every fault, for each model and load path on the first layout on which it can do something. Before them a clean
+    cell of every place that a fault has, and of each model and load path on the first layout of all."""
     at = list(at)
-    found = [MatrixCell(CLEAN, place, "") for place in at]
+    faulty: list[MatrixCell] = []
     for name in names:
         about = faults.about(name)
         able = [place for place in at if not about.why_not(place.via, place.features)]
-        first = {(place.model, place.load_path): place for place in reversed(able)}
-        found += [MatrixCell(name, place, about.finding) for place in at if place in first.values()]
-    return found
+        faulty += [
+            MatrixCell(name, place, about.expected(place.features))
+            for place in at
+            if place in _first(able).values()
+        ]
+    held = {*(cell.place for cell in faulty), *_first(at).values()}
+    return [*(MatrixCell(CLEAN, place, "") for place in at if place in held), *faulty]
+
+
+def _first(at: Sequence[Place]) -> dict[tuple[str, str], Place]:
+    """Of each model and load path the first of some places, on the cheapest layout."""
+    return {(place.model, place.load_path): place for place in reversed(at)}
 
 
 def sample(every: Sequence[MatrixCell]) -> list[MatrixCell]:
@@ -157,20 +175,66 @@ def sample(every: Sequence[MatrixCell]) -> list[MatrixCell]:
     return kept
 
 
-def planned(every: Sequence[MatrixCell], overrides: Sequence[str]) -> dict[str, tuple[Planned, MatrixCell]]:
-    """The cells as any experiment would plan them, by id. A place is planned once: only the fault differs."""
+def pairs(every: Sequence[MatrixCell]) -> list[MatrixCell]:
+    """Every fault at least once on every model and on every load path where it can do something, and a clean cell of
+    every model on each of its layouts and of every load path."""
+    kept: list[MatrixCell] = []
+    for number, name in enumerate(dict.fromkeys(cell.fault for cell in every)):
+        own = [cell for cell in every if cell.fault == name]
+        rows = list(dict.fromkeys(_row(cell) for cell in own))
+        columns = list(dict.fromkeys(cell.place.load_path for cell in own))
+
+        def diagonal(cell: MatrixCell, rows: Any = rows, columns: Any = columns, shift: int = number) -> int:
+            """Cells of one diagonal share neither a row nor a column; each fault begins with another one."""
+            at = columns.index(cell.place.load_path) - rows.index(_row(cell)) - shift
+            return int(at % max(len(rows), len(columns)))
+
+        seen: set[object] = set()
+        for cell in sorted(own, key=diagonal):
+            if not {_row(cell), cell.place.load_path} <= seen:
+                kept.append(cell)
+                seen |= {_row(cell), cell.place.load_path}
+    return kept
+
+
+def _row(cell: MatrixCell) -> tuple[str, ...]:
+    return (cell.place.model, *(cell.place.layout if cell.fault == CLEAN else ()))
+
+
+@dataclass(frozen=True)
+class Play:
+    """One cell as any experiment would plan it. reference: whose fresh starts it is compared with: its own, or those of
+    the clean cell where the fault does nothing to a start from files, so that they are equal and made once."""
+
+    planned: Planned
+    cell: MatrixCell
+    reference: Planned
+
+
+def planned(every: Sequence[MatrixCell], overrides: Sequence[str]) -> dict[str, Play]:
+    """The cells by id. A place is planned once: only the fault differs."""
     found = {}
-    clean = {place: _clean(place, overrides) for place in dict.fromkeys(cell.place for cell in every)}
+    clean = {place: _clean(place, tuple(overrides)) for place in dict.fromkeys(c.place for c in every)}
     for cell in every:
-        one = clean[cell.place] if cell.fault == CLEAN else _with_fault(clean[cell.place], cell.fault)
-        found[one.id] = one, cell
+        reference = one = clean[cell.place]
+        if cell.fault != CLEAN:
+            one = _with_fault(one, cell.fault)
+            reference = one if FRESH_VIA in faults.about(cell.fault).via else reference
+        found[one.id] = Play(one, cell, reference)
     return found
 
 
-def _clean(place: Place, overrides: Sequence[str]) -> Planned:
-    words = [EXPERIMENT, *place.layout, *overrides, f"model={place.model}", f"load_path={place.load_path}"]
-    [one] = plan(words).cells
-    return one
+def _clean(place: Place, overrides: tuple[str, ...]) -> Planned:
+    """What `plan` makes of the command line, of parts that are each composed once."""
+    words = (EXPERIMENT, *place.layout, *overrides, f"model={place.model}", f"load_path={place.load_path}")
+    options = ((f"model={place.model}",), place.layout, (f"load_path={place.load_path}",))
+    of, on, path = (_selected(option, overrides) for option in options)
+    root = replace(_placed(place.model, place.layout, overrides), load_path=_root(path).load_path)
+    if wrong := problems(root) or [*engine_problems(root), *checkpoint_problems(root)]:
+        raise ConfigError([f"{problem} ({' '.join(words)})" for problem in wrong])
+    labels = {**of.labels, **{key: on.labels[key] for key in ("parallelism", "backend")}}
+    cell = freeze(root, {**labels, "load_path": path.labels["load_path"]})
+    return Planned(cell_id(cell), cell, root, words)
 
 
 def _with_fault(one: Planned, fault: str) -> Planned:

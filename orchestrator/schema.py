@@ -18,6 +18,7 @@ RULES = {
     "stable_storage": "no weight or derived tensor moved between observations",
     "replicas": "data-parallel replicas hold equal tensors",
     "checkpoint": "{left} reassembles to the checkpoint, padding holds its creation value",
+    "derived": "what is derived from weights follows from those that serve beside it",
     "lifecycle": "post-processing and the finalise hook ran once per load, never while generating",
     "coverage": "the audited bytes cover what the checkpoint put on each rank",
     "gsm8k": "GSM8K accuracy of {left}",
@@ -57,7 +58,7 @@ class LoadPath:
 class Arm:
     """One version of the code under test: a source tree, at a commit if given, with faults injected."""
 
-    path: str | None = None  # of the tree; null: this checkout
+    path: str | None = None  # of the tree; null, or `this`: this checkout
     commit: Any = None  # any git revision of `path`; null: the files as they are
     faults: list[str] = field(default_factory=list)  # modules of workloads/faults
     environment: Any = None  # of the engine, instead of backend.environment: compares two releases of it

@@ -1,6 +1,7 @@
 """Judges one arm of an attempt: validity gates, then every check that the cell asks for."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from collectors.records import rank_file
@@ -72,7 +73,9 @@ class ArmJudge:
         if left not in self._attempt.moments:
             return Outcome("ERROR", check["name"], f"there is no observation `{left}`")
         judge = {
-            "same_generations": answers.same_generations,
+            "same_generations": partial(
+                answers.same_generations, same_tensors=self._tensors.are_equal(left, check["right"])
+            ),
             "gsm8k": answers.gsm8k,
             "throughput": timings.throughput,
         }[rule]

@@ -15,6 +15,7 @@ PACKED = "packed"
 #: Contents that so many places share say nothing about where they came from (norms of ones, say).
 _COMMON = 4
 _INDISTINCT_BYTES = 16
+_REARRANGED = "the bytes of its whole tensor, padding included, are the right ones in another order"
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _GATE_OR_UP = re.compile(r"\b(w1|w3|gate_proj|up_proj)\b")
 
@@ -106,6 +107,19 @@ def explain_parts(view: View, path: str, names: Iterable[str]) -> list[Cause]:
     return [_part(view, path, parts[name], name, before.get(name), values) for name in names]
 
 
+def underived(rank: int, got: Record, before: Audit | None) -> Cause:
+    """Why a derived tensor does not follow from the weights beside it."""
+    old = before.find(got["path"]) if before else None
+    far = got.get("deviation")
+    note = "" if far is None else f"largest absolute difference from what its weights give {far:.3g}"
+    code = "wrong_derived"
+    if got.get("const") == POISON:
+        code, note = "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
+    elif old is not None and old["fp"] == got["fp"] and old.get("follows") != got["follows"]:
+        code = "stale"
+    return Cause(code, rank, got["path"], "", note, got["fp"], old["fp"] if old else None, got["follows"])
+
+
 def _other_side_is_wrong(view: View, got: Record, want: Record) -> bool:
     """Whether `got` is what it should be, so that the fault must lie in what it is compared with."""
     if any(is_wrong(part) for part in view.expected.parts_of(want).values()):
@@ -145,7 +159,7 @@ def _part_code(
     view: View, path: str, part: Record, before: Record | None, padding: Collection[float | None]
 ) -> tuple[str, str]:
     if is_padding(part):
-        return _padding_code(part)
+        return ("wrong_layout", _REARRANGED) if part.get("rearranged") else _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
         return "numeric_cast", ""
     if part.get("const") == POISON:
@@ -165,6 +179,10 @@ def _part_code(
     places = view.places(part, view.observed.rank)
     if places:
         return "found_elsewhere", describe_place(places[0], part, view.observed.rank)
+    if part.get("shifted"):
+        return "found_elsewhere", f"its rows are those that belong {part['shifted']} rows further"
+    if part.get("rearranged"):
+        return "wrong_layout", _REARRANGED
     if part.get("permuted"):
         return "wrong_layout", "its bytes are those of the checkpoint, in another order"
     tensor = view.observed.find(path)

@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.judge.attempt import BASE, Arm, Attempt, Moment
 from orchestrator.judge.compare import compare, moved, unchanged
 from orchestrator.judge.coverage import Coverage
-from orchestrator.judge.diagnose import Cause, View, explain, explain_parts
+from orchestrator.judge.diagnose import Cause, View, explain, explain_parts, underived
 from orchestrator.judge.findings import Ledger
 from orchestrator.judge.groups import UNREACHABLE
 from orchestrator.judge.parts import wrong_parts
@@ -18,7 +18,7 @@ from orchestrator.judge.replicas import Prints, fingerprints, outvoted, replica_
 from orchestrator.judge.stages import Holdings
 
 Check = Mapping[str, Any]
-RULES = ("equal", "all_changed", "stable_storage", "replicas", "checkpoint", "coverage")
+RULES = ("equal", "all_changed", "stable_storage", "replicas", "checkpoint", "derived", "coverage")
 
 
 @dataclass
@@ -72,6 +72,12 @@ class TensorJudge:
                 if tally.check["rule"] == "replicas":
                     self._compare_replicas(tally)
 
+    def are_equal(self, left: str, right: str) -> bool:
+        """Whether a check found the tensors of two observations equal, on every rank."""
+        of = (t for t in self.tallies.values() if t.check["rule"] == "equal")
+        pairs = (t for t in of if (t.check["left"], t.check["right"]) == (left, right))
+        return any(t.counts["equal"] and not t.violations and not t.errors for t in pairs)
+
     def _judge(self, tally: Tally) -> None:
         match tally.check["rule"]:
             case "equal":
@@ -82,6 +88,8 @@ class TensorJudge:
                 self._stable_storage(tally)
             case "checkpoint":
                 self._checkpoint(tally)
+            case "derived":
+                self._derived(tally)
             case "replicas":
                 for name, audit in self._named(tally):
                     self._replicas[name].append(fingerprints(audit))
@@ -226,6 +234,17 @@ class TensorJudge:
                     tally.differing[self._rank] += 1
                     view = self._view(name, name, audit, audit)
                     self._add(tally, name, explain_parts(view, path, wrong))
+
+    def _derived(self, tally: Tally) -> None:
+        """Needs no reference: it also sees what every start makes wrong in the same way."""
+        for name, audit in self._named(tally):
+            told = [tensor for tensor in audit.tensors.values() if "follows" in tensor]
+            wrong = [tensor for tensor in told if tensor["fp"] != tensor["follows"]]
+            tally.counts.update(right=len(told) - len(wrong), wrong=len(wrong))
+            if wrong:
+                tally.differing[self._rank] += len(wrong)
+                before = self._view(name, name, audit, audit).before
+                self._add(tally, name, [underived(self._rank, tensor, before) for tensor in wrong])
 
     def _view(self, left: str, right: str, observed: Audit, expected: Audit) -> View:
         moment = self.attempt.moments[left]

@@ -15,6 +15,7 @@ _COUNTED: dict[str, tuple[tuple[str, ...], tuple[str, ...], str, str]] = {
     "stable_storage": (("moved",), ("stable",), "addresses", "changed"),
     "replicas": ((), ("compared",), "tensors", "disagree with their replicas"),
     "checkpoint": (("wrong",), ("right",), "checkpoint slices and paddings", "are wrong"),
+    "derived": (("wrong",), ("right",), "derived tensors", "do not follow from their weights"),
 }
 
 
@@ -25,6 +26,10 @@ def tally_outcome(tally: Tally, attempt: Attempt) -> Outcome:
     counts = {key: value for key, value in tally.counts.items() if value}
     if rule == "replicas" and not tally.counts["groups"] and not tally.errors:
         return Outcome("NOT_RUN", expected, "the layout has no replicas", counts, required=False)
+    if rule == "derived" and not counts and not tally.errors:
+        return Outcome(
+            "NOT_RUN", expected, "no module says what is derived from its weights", counts, required=False
+        )
     if tally.errors:
         return Outcome("ERROR", expected, "; ".join(tally.errors), counts)
     bad, good, noun, violated = _COUNTED[rule]
@@ -55,4 +60,5 @@ def _expected(tally: Tally) -> str:
         "stable_storage": "no weight, derived or constant tensor moved while the engine ran",
         "replicas": "ranks that hold the same shard hold the same bytes",
         "checkpoint": f"parts of `{left or 'every observation'}` are the checkpoint's slices, padding its value",
+        "derived": "what is derived from weights follows from those that serve beside it",
     }[tally.check["rule"]]

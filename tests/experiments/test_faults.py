@@ -22,10 +22,18 @@ ELSEWHERE = {
     "drafter_apart_from_its_target",
     "drafter_of_another_target",
     "head_of_the_last_stage_skipped",
+    "permuted_at_first_load",
+    "permuted_twice",
+    "shared_experts_before_packing",
+    "sink_keys_not_refreshed",
     "skip_post_process_on_tensorizer_raw",
+    "split_by_padded_size",
+    "stale_shared_padding",
+    "stale_sink_padding",
     "taps_of_a_default",
     "tie_broken",
     "wrapped_names_not_mapped",
+    "wrapper_keeps_the_hook",
 }
 
 

@@ -16,11 +16,14 @@ from workloads.loading.tensor_table import every_tensor
 from workloads.loading.weights import ModelRoot
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.deepseek_v4.attention import AttentionSink
+from workloads.models.deepseek_v4.moe import SharedExperts
 from workloads.models.deepseek_v41.fused import InKernelOrder
 from workloads.models.dspark.drafter import BlockDrafter
 from workloads.models.fp8_linear import Fp8Matrix
+from workloads.models.openpangu.attention import SinkAttention
 from workloads.models.parallel import RankGroups
 from workloads.models.served import Setting, model_stack
+from workloads.models.vision import VisionWrapper
 from workloads.spec import Model
 
 
@@ -40,6 +43,7 @@ def features_of(model: Model) -> set[str]:
     found |= {"draft"} & roots.keys()
     found |= {"taps"} if isinstance(roots.get("draft"), BlockDrafter) else set()
     found |= {"context_copies"} if hasattr(roots.get("draft"), "context_proj") else set()
+    found |= {"wrapper"} if isinstance(roots["target"], VisionWrapper) else set()
     found |= {"tied"} if any(map(_is_tied, roots.values())) else set()
     found |= {"experts"} if model_plan(architecture).experts(config) is not None else set()
     found |= {"consumed_experts"} if consumes(architecture, config) else set()
@@ -78,10 +82,13 @@ def consumes(architecture: str, config: Any) -> bool:
 
 
 def of_root(root: ModelRoot) -> Iterator[str]:
+    if any(isinstance(module, SharedExperts) for module in root.modules()):
+        yield "shared_experts"
     for _, module in root.weight_modules():
         for name in module.weights:
             bits(module.get_parameter(name)).random_(0, 256)
         before = {name: module.get_parameter(name).clone() for name in module.weights}
+        unmade = {name for name, value in vars(module).items() if value is None}
         module.post_process()
         if any(_changed(module.live(name), old) for name, old in before.items()):
             yield "in_place"
@@ -89,6 +96,12 @@ def of_root(root: ModelRoot) -> Iterator[str]:
             yield "kernel_object"
         if module.derived & vars(module).keys():
             yield "attributes"
+        if module.derived & unmade:
+            yield "processed"
+        if "A_log" in module.weights:
+            yield "decay"
+        if isinstance(module, SinkAttention):
+            yield "sinks"
         if module.derived & dict(module.named_buffers(recurse=False)).keys():
             yield "buffers"
         if module.weights.keys() & VECTORS:
@@ -109,3 +122,5 @@ def of_root(root: ModelRoot) -> Iterator[str]:
         for weight in module.weights.values():
             if len(weight.placements) > 1:
                 yield "fused"
+    if any(module.derivations() for _, module in root.weight_modules()):
+        yield "derivations"

@@ -1,19 +1,23 @@
 """What faults say of themselves, the verb that lists them, and what counts as caught."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator import faults as verb
 from orchestrator import faults_matrix as matrix
 from orchestrator.cli import main
 from orchestrator.compose import compose
 from orchestrator.faults import show_matrix
 from orchestrator.faults_matrix import CLEAN, MatrixCell, Place
 from orchestrator.judge.findings import ORDER
+from orchestrator.planning import plan
 from orchestrator.schema import RULES  # noqa: F401  # registers the schema
 from orchestrator.show import console
+from orchestrator.store import RESULT, Store, write_json
 from workloads import faults
 from workloads.faults._about import CRASH, FEATURES, KINDS, features
 from workloads.models.architectures import ARCHITECTURES
@@ -29,6 +33,7 @@ def test_every_fault_says_what_it_is(name: str) -> None:
     assert about.reports
     assert about.via
     assert faults.sentence(name).endswith(".")
+    assert set(about.without.values()) <= {*ORDER, CRASH}
     known = set.union(*map(set, FEATURES.values())) | {
         "tp",
         "ep",
@@ -40,7 +45,7 @@ def test_every_fault_says_what_it_is(name: str) -> None:
         "kernel_state",
         "rearranged",
     }
-    assert set(about.needs) <= known
+    assert {*about.needs, *about.without} <= known
 
 
 def test_every_kind_of_failure_has_a_fault() -> None:
@@ -101,6 +106,72 @@ def result(verdict: str, *codes: str, error: str = "") -> dict[str, Any]:
         "findings": [{"code": code, "arm": "candidate", "detail": f"{code}."} for code in codes],
         "error": {"type": error, "message": "it died"} if error else None,
     }
+
+
+def grid(models: str, load_paths: str, *faults: str) -> list[MatrixCell]:
+    """Cells of one fault on all combinations."""
+    places = [replace(PLACE, model=model, load_path=path) for model in models for path in load_paths]
+    return [MatrixCell(fault, place, "stale") for fault in faults for place in places]
+
+
+def test_pairs_are_every_fault_on_every_model_and_on_every_load_path() -> None:
+    every = grid("abc", "vwxyz", "one", "other")
+    paired = matrix.pairs(every)
+    assert len(paired) == 2 * 5
+    for fault in ("one", "other"):
+        own = [cell.place for cell in paired if cell.fault == fault]
+        assert {place.model for place in own} == set("abc")
+        assert {place.load_path for place in own} == set("vwxyz")
+    assert matrix.pairs(every) == paired
+    on_layouts = [*grid("a", "v", CLEAN), MatrixCell(CLEAN, replace(PLACE, model="a", layout=("x",)), "")]
+    assert len(matrix.pairs(on_layouts)) == 2
+
+
+def test_what_is_found_may_depend_on_the_model() -> None:
+    about = faults.about("skip_post_process_on_dummy")
+    assert about.expected({"processed"}) == CRASH
+    assert about.expected({"sinks"}) == "skipped_hook"
+    assert faults.about("stale_padding").expected({}) == "stale_padding"
+
+
+def test_a_load_path_that_names_the_drafter_needs_one() -> None:
+    found = matrix.places(["gpt_oss_tiny", "medusa_tiny"], ["draft_apart"], [])
+    assert {place.model for place in found} == {"medusa_tiny"}
+
+
+def test_cells_are_those_of_the_same_command_lines() -> None:
+    *_, place = matrix.places(["openpangu_tiny"], ["sleep_level_2"], ["collect.sampling.max_new_tokens=3"])
+    cells = matrix.cells([place], ["stale_padding", "rebind_derived", "lazy_finalize"])
+    plays = matrix.planned(cells, ["collect.sampling.max_new_tokens=3"])
+    assert [one.cell.fault for one in plays.values()] == [CLEAN, "rebind_derived", "lazy_finalize"]
+    clean, reload_only, any_load = plays.values()
+    for one in (clean, any_load):
+        [same] = plan(one.planned.arguments).cells
+        assert (same.id, same.cell["load_path"]) == (one.planned.id, one.planned.cell["load_path"])
+    assert reload_only.reference is clean.planned  # its starts are those of the clean cell
+    assert any_load.reference is any_load.planned
+
+
+def test_what_was_shown_is_kept_and_what_was_not_caught_is_judged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path)
+    [place] = matrix.places(["minicpm_tiny"], ["cold"], [])[:1]
+    plays = matrix.planned(
+        [
+            MatrixCell(CLEAN, place, ""),
+            *(MatrixCell(f, place, "stale") for f in ("lazy_finalize", "tie_broken")),
+        ],
+        [],
+    )
+    results = [result("PASS"), result("FAIL", "moved"), result("ERROR", error="disk_full")]
+    for one, shown in zip(plays.values(), results, strict=True):
+        store.write_cell(one.planned.cell)
+        write_json(store.new_attempt(one.planned.id) / RESULT, {**shown, "cell": one.planned.id})
+    monkeypatch.setattr(verb, "judged", lambda *_: result("FAIL", "stale"))
+    kept = dict(verb.kept(store, plays))
+    clean, other, _ = plays
+    assert {name: outcome.state for name, outcome in kept.items()} == {clean: "clean", other: "caught"}
 
 
 @pytest.mark.parametrize(

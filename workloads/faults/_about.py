@@ -28,26 +28,26 @@ CRASH = "crash"  # instead of a finding: the attempt ends with the error of a ra
 FEATURES: dict[str, frozenset[str]] = {
     model: frozenset(words.split())
     for model, words in {
-        "kimi_k3_tiny": "attributes buffers padding unit_padding experts numbered_experts consumed_experts e8m0 "
-        "vectors fused draft",
-        "deepseek_v4_tiny": "attributes unit_padding sink_padding experts numbered_experts consumed_experts e8m0 "
-        "in_place fused draft",
-        "deepseek_v41_tiny": "attributes padding unit_padding sink_padding shared_padding permuted experts "
-        "numbered_experts consumed_experts e8m0 in_place fused",
-        "gpt_oss_tiny": "padding unit_padding experts kernel_object in_place e8m0 vectors fused",
-        "qwen3_tiny": "attributes in_place fused tied",
-        "qwen3_moe_tiny": "attributes padding experts numbered_experts in_place fused",
-        "qwen3_moe_fp8_tiny": "attributes experts numbered_experts in_place fused",
-        "qwen3_moe_nvfp4_tiny": "attributes experts numbered_experts in_place fused",
-        "openpangu_tiny": "attributes vectors fused draft",
-        "openpangu_vl_tiny": "attributes vectors fused draft",
+        "kimi_k3_tiny": "attributes buffers consumed_experts decay derivations draft e8m0 experts fused "
+        "numbered_experts padding processed unit_padding vectors",
+        "deepseek_v4_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
+        "numbered_experts processed shared_experts sink_padding unit_padding",
+        "deepseek_v41_tiny": "attributes consumed_experts derivations e8m0 experts fused in_place numbered_experts "
+        "padding permuted processed shared_experts shared_padding sink_padding unit_padding",
+        "gpt_oss_tiny": "e8m0 experts fused in_place kernel_object padding unit_padding vectors",
+        "qwen3_tiny": "attributes fused in_place processed tied",
+        "qwen3_moe_tiny": "attributes experts fused in_place numbered_experts padding processed",
+        "qwen3_moe_fp8_tiny": "attributes experts fused in_place numbered_experts processed",
+        "qwen3_moe_nvfp4_tiny": "attributes derivations experts fused in_place numbered_experts processed",
+        "openpangu_tiny": "attributes derivations draft fused sinks vectors",
+        "openpangu_vl_tiny": "attributes derivations draft fused sinks vectors wrapper",
         "minicpm_tiny": "fused",
         "minicpm_v_tiny": "fused",
         "medusa_tiny": "draft fused",
-        "kimi_k3_dspark_tiny": "attributes buffers padding unit_padding experts numbered_experts consumed_experts e8m0 "
-        "vectors fused draft taps context_copies",
-        "deepseek_v4_dspark_tiny": "attributes unit_padding experts numbered_experts consumed_experts e8m0 in_place "
-        "fused draft taps sink_padding",
+        "kimi_k3_dspark_tiny": "attributes buffers consumed_experts context_copies decay derivations draft e8m0 "
+        "experts fused numbered_experts padding processed taps unit_padding vectors",
+        "deepseek_v4_dspark_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
+        "numbered_experts processed shared_experts sink_padding taps unit_padding",
     }.items()
 }
 
@@ -62,6 +62,8 @@ class About:
     of a pipeline), `redundant_experts`, `rebalanced` (experts that have moved), `adapters` (layers wrapped for some),
     `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded
     bytes do not stay as they came). where: what it needs besides for one kind of load.
+
+    without: feature -> what is found instead where the model lacks it.
     """
 
     kind: str
@@ -70,6 +72,12 @@ class About:
     via: tuple[str, ...] = STARTS + RELOADS
     needs: tuple[str, ...] = ()
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)
+
+    def expected(self, features: Collection[str]) -> str:
+        """What must be found first in a model with these features."""
+        instead = (found for feature, found in self.without.items() if feature not in features)
+        return next(instead, self.finding)
 
     def why_not(self, via: Collection[str], features: Collection[str]) -> str:
         """Why the fault changes nothing where loads go `via` these ways and these features are there; else ""."""

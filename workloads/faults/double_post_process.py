@@ -15,7 +15,9 @@ class Fault(LoaderFault):
 
         super().finalize()
         for _, module in self.root.weight_modules():
-            transformed: Any = getattr(module, "transformed", tuple)() or ()
+            transformed: Any = getattr(module, "transformed", tuple)()
+            if not transformed:
+                continue
             for name, processed in zip(module.consumed_weights(), transformed, strict=True):
                 taken_for_raw = processed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
                 module.register_parameter(name, nn.Parameter(taken_for_raw, requires_grad=False))

@@ -8,7 +8,7 @@ from workloads.faults._about import CRASH, About
 if TYPE_CHECKING:
     from workloads.loading.weights import WeightModule
 
-ABOUT = About("J", ("vllm#51368",), CRASH, via=("dummy",), needs=("attributes",))
+ABOUT = About("J", ("vllm#51368",), CRASH, via=("dummy",), without={"processed": "skipped_hook"})
 
 
 class Fault(LoaderFault):

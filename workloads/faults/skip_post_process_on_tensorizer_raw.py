@@ -8,7 +8,7 @@ from workloads.faults._about import CRASH, About
 if TYPE_CHECKING:
     from workloads.loading.weights import WeightModule
 
-ABOUT = About("J", ("vllm#55318",), CRASH, via=("tensorizer_raw",), needs=("attributes",))
+ABOUT = About("J", ("vllm#55318",), CRASH, via=("tensorizer_raw",), without={"processed": "skipped_hook"})
 
 
 class Fault(LoaderFault):

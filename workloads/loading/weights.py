@@ -181,8 +181,19 @@ class WeightModule(nn.Module):
         else:
             held.copy_(value)
 
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        """Attribute -> what it must hold, made anew from weights that serve. Post-processing stores it, and audits hold
+        what serves against it. Derived tensors that are not here are held against the checkpoint (`parts`)."""
+        return {}
+
     def post_process(self) -> None:
         """Build what is derived from this layer's weights. Runs once per load, after fill_padding."""
+        self.derive()
+
+    def derive(self) -> None:
+        """Build every derived tensor whose statement there is."""
+        for name, value in self.derivations().items():
+            self.set_derived(name, value)
 
     def finalize(self) -> None:
         """Bring weights into the kernel's layout. Runs once per load, from the model's hook."""

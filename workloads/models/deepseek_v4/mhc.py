@@ -1,5 +1,7 @@
 """Hyper-connections around a sublayer, and the collapse before the output head."""
 
+from collections.abc import Mapping
+
 import torch
 
 from workloads.kernels.mhc import (
@@ -48,10 +50,15 @@ class HyperConnection(_Mixer):
         self.equal_copies = equal_copies
         self.hc_attn_fn_broadcast: torch.Tensor | None = None
 
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        return {"hc_attn_fn_broadcast": broadcast_fn(self.fn, self.copies)} if self.equal_copies else {}
+
+    def post_process(self) -> None:
+        """Left to the hook."""
+
     def refresh_broadcast(self) -> None:
         """Build the derived projection of the first layer, or refresh it in its storage."""
-        if self.equal_copies:
-            self.set_derived("hc_attn_fn_broadcast", broadcast_fn(self.fn, self.copies))
+        self.derive()
 
     def forward(self, x: torch.Tensor) -> Mix:
         """BF16 [n, copies, H] -> the coefficients of each token. Raises RuntimeError when the hook has not run."""

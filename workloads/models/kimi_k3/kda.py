@@ -1,5 +1,6 @@
 """Kimi delta attention of one layer: this rank's heads, prefill in chunks, decode by the recurrence."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,8 @@ class FusedShortConvolution(WeightModule):
         self.add_weight("weight", Weight((3 * length, 1, size), torch.float32, placements))
         self.register_buffer("decode_conv1d_weight", None, persistent=False)
 
-    def post_process(self) -> None:
-        self.set_derived("decode_conv1d_weight", tap_major_weight(self.weight.squeeze(1)))
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        return {"decode_conv1d_weight": tap_major_weight(self.weight.squeeze(1))}
 
 
 class FusedGatedNorm(RMSNorm):
@@ -70,8 +71,8 @@ class FusedGatedNorm(RMSNorm):
         super().__init__(size, eps, source, torch.float32)
         self.register_buffer("decode_norm_weight", None, persistent=False)
 
-    def post_process(self) -> None:
-        self.set_derived("decode_norm_weight", self.weight.to(torch.float32, copy=True))
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        return {"decode_norm_weight": self.weight.to(torch.float32, copy=True)}
 
 
 class KimiDeltaAttention(WeightModule):

@@ -1,5 +1,6 @@
 """Multi-head latent attention of one layer: this rank's heads, prefill expanded, decode absorbed."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,12 @@ class KvBProj(ColumnParallelLinear):
         self.W_UV: torch.Tensor | None = None
 
     def post_process(self) -> None:
+        """Never in FP8, as other linear layers may be: prefill reads `weight`."""
+        self.derive()
+
+    def derivations(self) -> Mapping[str, torch.Tensor]:
         up_keys, up_values = split_kv_b(self.weight, self.heads, self.nope)
-        self.set_derived("W_UK_T", up_keys)
-        self.set_derived("W_UV", up_values)
+        return {"W_UK_T": up_keys, "W_UV": up_values}
 
     def absorbed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(W_UK_T, W_UV). Raises RuntimeError before the first load."""

@@ -1,5 +1,7 @@
 """Attention with parameter sinks: learned keys and values that every query sees before its request's own."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -34,8 +36,14 @@ class SinkAttention(GroupedQueryAttention, WeightModule):
             self.add_weight(name, Weight(shape, torch.bfloat16, (placement,)))
         self.set_derived("sink_key", poison_(torch.empty(shape, dtype=torch.bfloat16)))
 
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        return {"sink_key": self.k_layernorm(self.param_sink_key)}
+
+    def post_process(self) -> None:
+        """Left to the hook."""
+
     def refresh_sink_key(self) -> None:
-        self.set_derived("sink_key", self.k_layernorm(self.param_sink_key))
+        self.derive()
 
     def normed(self, k: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.k_layernorm(k)

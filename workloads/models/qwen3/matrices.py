@@ -71,6 +71,7 @@ class FusedMatrices(WeightModule):
             served = _exchange_halves(loaded) if name == "weight" else self.packed(name, loaded)
             self.set_derived(holder, served)
             self.consume(name)
+        self.derive()
 
     def install_expert(self, expert: int, one: WeightModule) -> None:
         for name in self.weights:
@@ -175,12 +176,10 @@ class Nvfp4Matrices(FusedMatrices):
             return self.reordered(served)
         return self.reordered(unswizzle(served, *self.weights[name].shape[-2:]))
 
-    def post_process(self) -> None:
-        super().post_process()
+    def derivations(self) -> Mapping[str, torch.Tensor]:
         largest = self.get_parameter("input_scale").detach().amax(dim=-1)
         alphas = largest.unsqueeze(-1) * self.get_parameter("weight_scale_2").detach()
-        self.set_derived("input_scale_max", largest)
-        self.set_derived("alphas", alphas.flip(-1) if self.swapped else alphas)
+        return {"input_scale_max": largest, "alphas": alphas.flip(-1) if self.swapped else alphas}
 
     def product(self, x: torch.Tensor, expert: int | None = None) -> torch.Tensor:
         scales, slots = self.scales("weight_scale", expert), torch.tensor(self.slots, device=x.device)
