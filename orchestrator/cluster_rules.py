@@ -6,7 +6,8 @@ from pathlib import Path
 
 from orchestrator import slurm, text
 from orchestrator.plan import cell_arms
-from orchestrator.provenance import SOURCES, checkout
+from orchestrator.provenance import SOURCES
+from orchestrator.provenance import tree as source_tree
 from orchestrator.schema import Cluster, Root
 
 Problems = Iterator[str]
@@ -81,7 +82,7 @@ def _code(root: Root) -> Problems:
         problem = text.word_problem(f"{key}.commit", arm.commit)
         if problem:
             yield problem
-        tree = Path(arm.path).expanduser() if arm.path is not None else checkout()
+        tree = source_tree(arm.path)
         if not all((tree / folder).is_dir() for folder in SOURCES):
             yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
             continue

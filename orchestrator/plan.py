@@ -259,7 +259,7 @@ def _image(cell: Cell) -> list[str | None]:
 
 
 def _freeze_arm(arm: Arm, environment: str | None) -> dict[str, Any]:
-    tree = Path(arm.path).expanduser().resolve() if arm.path is not None else provenance.checkout()
+    tree = provenance.tree(arm.path)
     commit = None if arm.commit is None else provenance.resolve_commit(tree, arm.commit)
     source = provenance.source_hash(tree, commit)
     return {

@@ -19,6 +19,7 @@ from orchestrator.text import SECRET_NAME
 SOURCES = ("workloads", "collectors")  # what runs beside the engine and makes the records
 PACKAGES = ("torch", "numpy", "safetensors", "triton", "deep_gemm", "vllm", "ray", "hydra-core", "submitit")
 REDACTED = "<redacted>"
+THIS = "this"
 
 
 class ProvenanceError(Exception):
@@ -28,6 +29,11 @@ class ProvenanceError(Exception):
 def checkout() -> Path:
     """The folder that holds the packages `workloads` and `collectors` of this process."""
     return Path(__file__).resolve().parent.parent
+
+
+def tree(path: str | None) -> Path:
+    """The folder that `path` of an arm names: by null, or THIS where an arm must be told from none, this checkout."""
+    return checkout() if path in (None, THIS) else Path(str(path)).expanduser().resolve()
 
 
 def collect() -> dict[str, Any]:
