@@ -1,6 +1,6 @@
 """Judges one arm of an attempt: validity gates, then every check that the cell asks for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -72,14 +72,14 @@ class ArmJudge:
             return self._lifecycle(check)
         if left not in self._attempt.moments:
             return Outcome("ERROR", check["name"], f"there is no observation `{left}`")
-        judge = {
+        judges: dict[str, Callable[..., Outcome]] = {
             "same_generations": partial(
                 answers.same_generations, same_tensors=self._tensors.are_equal(left, check["right"])
             ),
             "gsm8k": answers.gsm8k,
             "throughput": timings.throughput,
-        }[rule]
-        outcome = judge(self._attempt, self._arm, check, self._reader)
+        }
+        outcome = judges[rule](self._attempt, self._arm, check, self._reader)
         if outcome.cause:
             cause = Cause(outcome.code, 0, f"generations of {left}", note=outcome.cause)
             self._ledger.add(self._arm.name, left, check["name"], [cause])
