@@ -17,7 +17,7 @@ from workloads.spec import Backend, Parallelism, Step
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
 TOKEN_MULTIPLE = 384  # their least common multiple: token capacities are rounded up to it
 SM100_MULTIPROCESSORS = 148
-EXPERT_ALIGNMENT = {"cpu": 128, "sm100": 512}  # of both expert dimensions under MegaMoE
+EXPERT_ALIGNMENT = {"cpu": 128, "sm90": 128, "sm100": 512}  # of both expert dimensions under MegaMoE
 
 # Beside weights and caches. CUDA: context, NCCL's channels, the activations of one batch, graph pools.
 # CPU: the private pages of a forked process that works with torch.

@@ -88,8 +88,13 @@ BROKEN = [
     ([*GB200, "model.kimi_k3.moe_latent_size=3328"], r"mega_moe on sm100 needs a multiple of 512"),
     (["model.kimi_k3.num_experts_per_token=33", "model.kimi_k3.num_experts=64"], r"dispatches to at most 32"),
     (
-        [*GB200, "backend=native_hopper", "backend.moe_kernel=mega_moe", "cluster.arch=sm90"],
-        r"backend\.arch is sm90: DeepGEMM's Mega MoE for Hopper takes FP8",
+        [
+            *GB200,
+            "backend=native_hopper_mega_moe",
+            "cluster.arch=sm90",
+            "model.kimi_k3.moe_latent_size=3616",
+        ],
+        r"moe_latent_size is 3616; mega_moe on sm90 needs a multiple of 128",
     ),
     # cluster
     (["cluster.kind=k8s"], r"cluster\.kind is 'k8s'; it must be one of: local, slurm"),

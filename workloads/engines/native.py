@@ -44,7 +44,7 @@ class NativeEngine(NativeWeights):
         folder = Path(next(iter(spec.checkpoint_dirs.values()), "."))
         self.tokenizer = make_tokenizer(spec.model.tokenizer, config.vocab_size, folder)
         self.device = torch.device(backend.device)
-        kernel, fused = make_moe_kernel(backend.moe_kernel), backend.moe_kernel == "mega_moe"
+        kernel, fused = make_moe_kernel(backend.moe_kernel, backend.arch), backend.moe_kernel == "mega_moe"
         with self.device:
             texts = partial(self.tokenizer.texts, config.vocab_size)
             setting = Setting(config, groups, kernel, fused, texts, spec.parallelism.redundant_experts)

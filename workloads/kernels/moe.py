@@ -41,7 +41,12 @@ class ExpertWeights(NamedTuple):
 
 
 class MoEKernel(Protocol):
-    """Routed experts with MXFP4 weights, expert-parallel over `group`."""
+    """Routed experts with MXFP4 weights, expert-parallel over `group`.
+
+    keeps_w2: what `prepare` makes of w2 is an alias of it, in its loaded layout.
+    """
+
+    keeps_w2: bool
 
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
@@ -81,13 +86,31 @@ class MoEKernel(Protocol):
         ...
 
 
+class Recipe(NamedTuple):
+    """How activations are rounded to E4M3 before each matrix.
+
+    quantize(x [..., K]) -> (float8_e4m3fn [..., K], uint8 [..., K/32], the bytes of the scales, as they travel);
+    dequantize takes both and gives float64. The hidden ones stand before the second matrix.
+    """
+
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
+    dequantize: Callable[[Tensor, Tensor], Tensor]
+    quantize_hidden: Callable[[Tensor], tuple[Tensor, Tensor]]
+    dequantize_hidden: Callable[[Tensor, Tensor], Tensor]
+
+
+MEGA_MOE_RECIPE = Recipe(quantize_fp8_rows, dequantize_fp8_rows, quantize_fp8_rows, dequantize_fp8_rows)
+
+
 class MegaMoEReference:
     """CPU reference of DeepGEMM's MegaMoE, reading the fused layout."""
+
+    keeps_w2 = True
 
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
     ) -> ExpertWeights:
-        experts, hidden, intermediate = _check_shapes(w13, w13_scale, w2, w2_scale)
+        experts, hidden, intermediate = check_shapes(w13, w13_scale, w2, w2_scale)
         layout.check_alignment(hidden, intermediate, layout.LAYOUT_MULTIPLE)
         if into is None:
             into = ExpertWeights(
@@ -96,7 +119,7 @@ class MegaMoEReference:
                 layout.fuse_l2_weight(w2),
                 layout.empty_scale(experts, hidden, intermediate, w2.device),
             )
-        _check_same_shape("l2_weight", w2, into.l2_weight)
+        check_same_shape("l2_weight", w2, into.l2_weight)
         layout.fuse_l1_weight(w13, into.l1_weight)
         layout.fuse_l1_scale(w13_scale, into.l1_scale)
         layout.unfuse_l2_weight(into.l2_weight).copy_(w2)  # onto itself where w2 still is the alias
@@ -133,23 +156,28 @@ class MegaMoEReference:
             packed = layout.unfuse_l2_weight(weights.l2_weight[e])
             return dequantize_mxfp4(packed, layout.unfuse_l2_scale(weights.l2_scale[e : e + 1])[0])
 
-        _check_local_experts(weights, group, num_experts)
+        check_local_experts(weights, group, num_experts)
         loaded = None if shared is None else unfuse_shared(shared)
-        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation, loaded)
+        return _forward(
+            x, topk_idx, topk_weights, (w13, w2), group, num_experts, activation, loaded, MEGA_MOE_RECIPE
+        )
 
 
 class LoadedLayoutReference:
     """The same numerics on weights as the checkpoint lays them out; nothing is post-processed."""
 
+    keeps_w2 = True
+    recipe = MEGA_MOE_RECIPE
+
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
     ) -> ExpertWeights:
-        _check_shapes(w13, w13_scale, w2, w2_scale)
+        check_shapes(w13, w13_scale, w2, w2_scale)
         loaded = ExpertWeights(w13, w13_scale, w2, w2_scale)
         if into is None:
             return loaded
         for name, source, target in zip(ExpertWeights._fields, loaded, into, strict=True):
-            _check_same_shape(name, source, target)
+            check_same_shape(name, source, target)
             target.copy_(source)
         return into
 
@@ -160,7 +188,7 @@ class LoadedLayoutReference:
         if into is None:
             return loaded
         for name, source, target in zip(SharedWeights._fields, loaded, into, strict=True):
-            _check_same_shape(name, source, target)
+            check_same_shape(name, source, target)
             target.copy_(source)
         return into
 
@@ -181,14 +209,21 @@ class LoadedLayoutReference:
         def w2(e: int) -> Tensor:
             return dequantize_mxfp4(weights.l2_weight[e], weights.l2_scale[e])
 
-        _check_local_experts(weights, group, num_experts)
-        return _forward(x, topk_idx, topk_weights, w13, w2, group, num_experts, activation, shared)
+        check_local_experts(weights, group, num_experts)
+        return _forward(
+            x, topk_idx, topk_weights, (w13, w2), group, num_experts, activation, shared, self.recipe
+        )
 
 
-def make_moe_kernel(name: str) -> MoEKernel:
-    """The kernel called `name` in `Backend.moe_kernel`, for CPU tensors: `mega_moe` or `reference`."""
+def make_moe_kernel(name: str, arch: str = "cpu") -> MoEKernel:
+    """The kernel called `name` in `Backend.moe_kernel`: `mega_moe` or `reference`.
+
+    arch: of the backend. On sm90 `mega_moe` is our own kernel, elsewhere the reference.
+    """
+    from workloads.kernels.mega_moe_hopper_kernel import HopperMegaMoE  # which needs the names above
+
     kernels: dict[str, Callable[[], MoEKernel]] = {
-        "mega_moe": MegaMoEReference,
+        "mega_moe": HopperMegaMoE if arch == "sm90" else MegaMoEReference,
         "reference": LoadedLayoutReference,
     }
     if name not in kernels:
@@ -202,30 +237,30 @@ def _forward(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
-    w13: Callable[[int], Tensor],
-    w2: Callable[[int], Tensor],
+    matrices: tuple[Callable[[int], Tensor], Callable[[int], Tensor]],
     group: dist.ProcessGroup | None,
     num_experts: int,
     activation: GatedActivation,
     shared: SharedWeights | None,
+    recipe: Recipe,
 ) -> Tensor:
-    """Dispatch, run the local experts that received rows, combine. w13, w2: float64 matrices of a local expert.
+    """Dispatch, run the local experts that received rows, combine. matrices: w13 and w2 of a local expert in float64.
     shared: in the loaded layout.
 
     The routing weight enters before the second quantisation, as in MegaMoE's epilogue; weighting at the
     combine would round differently. float64 -> bf16 passes through float32, the type the kernel accumulates in.
     """
-    q, scales = quantize_fp8_rows(x)
+    q, scales = recipe.quantize(x)
     rows = dispatch(q, scales, topk_idx, topk_weights, num_experts, group)
-    w13, w2 = lru_cache(maxsize=1)(w13), lru_cache(maxsize=1)(w2)  # an expert's blocks follow one another
+    w13, w2 = (lru_cache(maxsize=1)(matrix) for matrix in matrices)  # an expert's blocks follow one another
     outputs = [x.new_empty((0, x.shape[1]), dtype=torch.bfloat16)]
     for part, counts in _tasks(rows.counts):
-        gate_up = _per_expert(dequantize_fp8_rows(rows.x[part], rows.x_scale[part]), w13, counts)
+        gate_up = _per_expert(recipe.dequantize(rows.x[part], rows.x_scale[part]), w13, counts)
         gate, up = gate_up.to(torch.bfloat16).to(torch.float64).chunk(2, dim=-1)
         hidden = activation(gate, up) * rows.topk_weight[part].to(torch.float64).unsqueeze(-1)
-        out = _per_expert(dequantize_fp8_rows(*quantize_fp8_rows(hidden)), w2, counts)
+        out = _per_expert(recipe.dequantize_hidden(*recipe.quantize_hidden(hidden)), w2, counts)
         outputs.append(out.to(torch.bfloat16))
-    own = None if shared is None else shared_rows(q, scales, shared, activation)
+    own = None if shared is None else shared_rows(*quantize_fp8_rows(x), shared, activation)
     return combine(torch.cat(outputs), rows.routes, own)
 
 
@@ -254,7 +289,7 @@ def _per_expert(rows: Tensor, matrix: Callable[[int], Tensor], counts: list[tupl
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
-def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:
+def check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> tuple[int, int, int]:
     """(E, H, I) of the four checkpoint tensors; ValueError unless they describe the same experts as uint8."""
     experts, hidden, intermediate = w13.shape[0], 2 * w13.shape[-1], w13.shape[1] // 2
     expected = {
@@ -272,7 +307,7 @@ def _check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) 
     return experts, hidden, intermediate
 
 
-def _check_same_shape(name: str, source: Tensor, target: Tensor) -> None:
+def check_same_shape(name: str, source: Tensor, target: Tensor) -> None:
     """ValueError when an update does not fit the storage it must keep; copy_ alone would broadcast."""
     if source.shape != target.shape:
         raise ValueError(
@@ -281,7 +316,7 @@ def _check_same_shape(name: str, source: Tensor, target: Tensor) -> None:
         )
 
 
-def _check_local_experts(weights: ExpertWeights, group: dist.ProcessGroup | None, num_experts: int) -> None:
+def check_local_experts(weights: ExpertWeights, group: dist.ProcessGroup | None, num_experts: int) -> None:
     """ValueError unless this rank holds its equal share of `num_experts`."""
     ranks = 1 if group is None else dist.get_world_size(group)
     local = weights.l1_weight.shape[0]

@@ -135,7 +135,8 @@ def quantize_fp8_groups(x: Tensor, group: int = FP8_BLOCK) -> tuple[Tensor, Tens
     Per group: s = max(|x|, 1e-10) / 448, q = e4m3(x / s): how activations meet weights in 128 x 128 tiles.
     """
     blocks = _blocks(x.to(torch.float32), group)
-    scales = blocks.abs().amax(dim=-1).clamp_min_(FP8_GROUP_FLOOR) / FP8_MAX
+    amax = blocks.abs().amax(dim=-1).clamp_min_(FP8_GROUP_FLOOR)
+    scales = amax / torch.full_like(amax, FP8_MAX)  # by a plain number CUDA would multiply with its inverse
     return _to_e4m3(blocks.to(torch.float64), scales.unsqueeze(-1)).flatten(-2), scales
 
 

@@ -123,8 +123,8 @@ class RoutedExperts(WeightModule):
             self.consume(name)
 
     def restore(self, name: str) -> torch.Tensor:
-        """w2_weight still lies in its loaded layout, under the kernel's alias; the others need new memory."""
-        if name == "w2_weight" and self._transformed_l2_weights is not None:
+        """w2_weight may still lie in its loaded layout, under the kernel's alias; the others need new memory."""
+        if name == "w2_weight" and self.kernel.keeps_w2 and self._transformed_l2_weights is not None:
             return unfuse_l2_weight(self._transformed_l2_weights[0])
         return super().restore(name)
 

@@ -1,0 +1,135 @@
+"""MegaMoE on Hopper behind the interface of routed experts, and its reference in float64."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workloads.kernels import mega_moe_hopper as hopper
+from workloads.kernels import mega_moe_hopper_layout as layout
+from workloads.kernels.activations import GatedActivation
+from workloads.kernels.mega_moe_layout import check_alignment
+from workloads.kernels.moe import (
+    ExpertWeights,
+    LoadedLayoutReference,
+    Recipe,
+    check_local_experts,
+    check_same_shape,
+    check_shapes,
+)
+from workloads.kernels.moe_dispatch import combine, dispatch
+from workloads.kernels.quantization import dequantize_fp8_groups, quantize_fp8_groups, quantize_fp8_rows
+from workloads.kernels.shared_expert import SharedWeights, shared_rows
+
+HIDDEN_GROUP = 64  # channels that share one scale between the matrices
+
+
+class HopperMegaMoE:
+    """MXFP4 experts on one Hopper GPU, or on several that exchange rows through `moe_dispatch`.
+
+    A shared expert is computed beside the kernel, by torch in float64. `out_of_range` counts the groups of all weights
+    prepared so far whose exponent the layout could not hold.
+    """
+
+    keeps_w2 = False
+
+    def __init__(self) -> None:
+        self.out_of_range = 0
+
+    def prepare(
+        self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
+    ) -> ExpertWeights:
+        """As of `MoEKernel`; no part is an alias. ValueError for a NaN among the scales: the kernel has none."""
+        _, hidden, intermediate = check_shapes(w13, w13_scale, w2, w2_scale)
+        check_alignment(hidden, intermediate, layout.TILE)
+        for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+            _check_scale(name, scale)
+        first, second = layout.pack(w13, w13_scale, gated=True), layout.pack(w2, w2_scale, gated=False)
+        self.out_of_range += int(first.out_of_range.sum() + second.out_of_range.sum())
+        packed = ExpertWeights(first.weight, first.scale, second.weight, second.scale)
+        if into is None:
+            return packed
+        for name, source, target in zip(ExpertWeights._fields, packed, into, strict=True):
+            check_same_shape(name, source, target)
+            target.copy_(source)
+        return into
+
+    def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return (
+            *layout.unpack(weights.l1_weight, weights.l1_scale, gated=True),
+            *layout.unpack(weights.l2_weight, weights.l2_scale, gated=False),
+        )
+
+    def prepare_shared(self, loaded: SharedWeights, into: SharedWeights | None = None) -> SharedWeights:
+        return LoadedLayoutReference().prepare_shared(loaded, into)
+
+    def forward(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        weights: ExpertWeights,
+        group: dist.ProcessGroup | None,
+        num_experts: int,
+        activation: GatedActivation,
+        shared: SharedWeights | None = None,
+    ) -> Tensor:
+        """As of `MoEKernel`. Raises what `mega_moe_hopper.run` raises, before anything is launched."""
+        check_local_experts(weights, group, num_experts)
+        experts = hopper.Experts(*weights)
+        if group is None and shared is None:
+            hopper.check_ids(topk_idx, num_experts)
+            tokens = hopper.Tokens(x.contiguous(), None, topk_idx.contiguous(), topk_weights.contiguous())
+            return hopper.run(tokens, experts, activation)
+        q, scales = HOPPER_RECIPE.quantize(x)
+        rows = dispatch(q, scales, topk_idx, topk_weights, num_experts, group)
+        local = torch.arange(len(rows.counts), device=x.device)
+        arrived = hopper.Tokens(
+            rows.x.contiguous(),
+            rows.x_scale.contiguous().view(torch.float32),
+            local.repeat_interleave(torch.tensor(rows.counts, device=x.device)).unsqueeze(1),
+            rows.topk_weight.contiguous().unsqueeze(1),
+        )
+        out = hopper.run(arrived, experts, activation, combine=False)
+        own = None if shared is None else shared_rows(*quantize_fp8_rows(x), shared, activation)
+        return combine(out, rows.routes, own)
+
+
+def _quantize(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    q, scales = quantize_fp8_groups(x, group)
+    return q, scales.view(torch.uint8)
+
+
+def _dequantize(q: Tensor, scales: Tensor) -> Tensor:
+    return dequantize_fp8_groups(q, scales.contiguous().view(torch.float32))
+
+
+HOPPER_RECIPE = Recipe(
+    quantize=lambda x: _quantize(x, layout.TILE),
+    dequantize=_dequantize,
+    quantize_hidden=lambda x: _quantize(x, HIDDEN_GROUP),
+    dequantize_hidden=_dequantize,
+)
+
+
+class HopperReference(LoadedLayoutReference):
+    """The recipe of `mega_moe_hopper` in float64, on any device, on weights in the checkpoint's layout."""
+
+    recipe = HOPPER_RECIPE
+
+    def prepare(
+        self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
+    ) -> ExpertWeights:
+        """Exponents out of the layout's range are those that the kernel takes instead."""
+        folded = [layout.folded_exponents(*pair) for pair in ((w13, w13_scale), (w2, w2_scale))]
+        return super().prepare(w13, folded[0], w2, folded[1], into)
+
+
+def _check_scale(name: str, scale: Tensor) -> None:
+    """ValueError for a NaN."""
+    bad = (scale == layout.NAN_SCALE).flatten(1).any(1)
+    if bool(bad.any()):
+        expert = int(bad.to(torch.uint8).argmax())
+        raise ValueError(
+            f"{name} holds the byte 255, a NaN, first for local expert {expert}: the checkpoint is damaged, or "
+            "exponent bytes were converted as numbers; MegaMoE on Hopper has no NaN among its weights."
+        )
