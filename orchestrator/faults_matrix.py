@@ -88,7 +88,7 @@ def places(models: Sequence[str], load_paths: Sequence[str], overrides: Sequence
         for model, layout in product(models or FEATURES, LAYOUTS)
         if (has := _features(model, layout, tuple(overrides))) is not None
         for path, via in ways.items()
-        if via <= native | has
+        if via <= native | has and not any(problems(_root_of(model, layout, path, tuple(overrides))))
     ]
 
 
@@ -126,6 +126,11 @@ def _placed(model: str, layout: tuple[str, ...], overrides: tuple[str, ...]) -> 
     on = _root(_selected(layout, overrides))
     of = _root(_selected((f"model={model}",), overrides))
     return replace(of, parallelism=on.parallelism, backend=on.backend)
+
+
+def _root_of(model: str, layout: tuple[str, ...], load_path: str, overrides: tuple[str, ...]) -> Root:
+    path = _root(_selected((f"load_path={load_path}",), overrides))
+    return replace(_placed(model, layout, overrides), load_path=path.load_path)
 
 
 def _root(one: Composed) -> Root:
@@ -229,7 +234,7 @@ def _clean(place: Place, overrides: tuple[str, ...]) -> Planned:
     words = (EXPERIMENT, *place.layout, *overrides, f"model={place.model}", f"load_path={place.load_path}")
     options = ((f"model={place.model}",), place.layout, (f"load_path={place.load_path}",))
     of, on, path = (_selected(option, overrides) for option in options)
-    root = replace(_placed(place.model, place.layout, overrides), load_path=_root(path).load_path)
+    root = _root_of(place.model, place.layout, place.load_path, overrides)
     if wrong := problems(root) or [*engine_problems(root), *checkpoint_problems(root)]:
         raise ConfigError([f"{problem} ({' '.join(words)})" for problem in wrong])
     labels = {**of.labels, **{key: on.labels[key] for key in ("parallelism", "backend")}}
