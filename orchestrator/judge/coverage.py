@@ -60,7 +60,9 @@ class Coverage:
         for source in audit.sources:
             if source.get("shared"):
                 if self.loaded:
-                    owner = source.get("of", source["root"])  # a draft's may be its target
+                    owner: str = (
+                        source["of"] if "of" in source else source["root"]
+                    )  # a draft's may be its target
                     self._open.setdefault(owner, _Shared(audit.rank)).add(source)
                 continue
             self.expected += source["bytes_expected"]

@@ -266,7 +266,8 @@ def test_shipped_options_are_valid_together(shared: Composer) -> None:
             chosen += [f"{new}=some_tensors", f"{new}_target='*layers.1.input_layernorm.weight'"]
         assert found(shared, *chosen, "cluster.memory_gb=2") == []
         assert found(shared, *chosen, "cluster=slurm", "cluster.partition_limit=02:00:00") == []
-        assert found(shared, *chosen, "cluster=gb200", *k3) == []
+        drafter = ["model=kimi_k3_dspark"] if load_path == "draft_apart" else []
+        assert found(shared, *chosen, "cluster=gb200", *k3, *drafter) == []
     for collect in options["collect"]:
         assert found(shared, f"collect={collect}", "cluster.memory_gb=2") == []
 

@@ -31,7 +31,13 @@ def store(tmp_path: Path) -> Store:
 def finish(attempt_dir: Path, verdict: str, **changes: Any) -> None:
     write_json(
         attempt_dir / "result.json",
-        {"cell": attempt_dir.parent.name, "attempt": attempt_dir.name, "verdict": verdict, **changes},
+        {
+            "cell": attempt_dir.parent.name,
+            "attempt": attempt_dir.name,
+            "verdict": verdict,
+            "error": None,
+            **changes,
+        },
     )
 
 

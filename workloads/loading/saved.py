@@ -37,7 +37,9 @@ def layout_of(spec: GangSpec, via: str, checkpoint: str) -> dict[str, Any]:
     of = {"via": via, **model, "checkpoint": asdict(spec.checkpoints[checkpoint])}
     if via == "tensorizer_raw":
         return of
-    parallelism = {key: getattr(spec.parallelism, key) for key in ("tp", "dp", "ep", "pp", "redundant_experts")}
+    parallelism = {
+        key: getattr(spec.parallelism, key) for key in ("tp", "dp", "ep", "pp", "redundant_experts")
+    }
     return {**of, **parallelism, "moe_kernel": spec.backend.moe_kernel}
 
 
