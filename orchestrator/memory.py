@@ -11,7 +11,7 @@ from orchestrator.schema import Root
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import DRAFTERS, Experts, Load, Part
-from workloads.models.stages import STAGED, stage_layers
+from workloads.models.stages import stage_layers, staged
 from workloads.spec import Backend, Parallelism, Step
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
@@ -42,7 +42,7 @@ def _parts_of_stage(root: Root, stage: int) -> list[Part]:
     parts = _weights(root, experts, stage)
     if experts is not None:
         parts += [*_expert_padding(experts, layout, backend), *_second_copies(experts, layout, backend)]
-    elsewhere = STAGED[root.model.architecture].derived_first if stage else ()
+    elsewhere = staged(root.model.architecture).derived_first if stage else ()
     parts += [part for part in plan.derived(dimensions, layout.tp) if part.name not in elsewhere]
     if experts is not None and backend.moe_kernel == "mega_moe":
         parts += [*_symmetric_buffer(experts, layout, backend), _finalise_peak(experts, layout, backend)]
@@ -64,7 +64,7 @@ def _stage_dimensions(root: Root, stage: int) -> Any:
     if stages == 1:
         return whole
     layers = stage_layers(whole.num_layers, stages, stage)
-    return STAGED[root.model.architecture].part(whole, layers, stage == stages - 1)
+    return staged(root.model.architecture).part(whole, layers, stage == stages - 1)
 
 
 def _stage_experts(root: Root, stage: int) -> Experts | None:
@@ -162,7 +162,7 @@ def _components(root: Root, tp: int, ep: int, stage: int | None = None) -> dict[
     if key not in _COMPONENTS:
         sections = tensor_table(architecture).sections(dimensions)
         if stages > 1 and stage is not None:
-            sections = STAGED[architecture].sections(dimensions, sections, stages, stage)
+            sections = staged(architecture).sections(dimensions, sections, stages, stage)
         _COMPONENTS[key] = bytes_by_component(sections, tp, ep)
     return _COMPONENTS[key]
 

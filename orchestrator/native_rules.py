@@ -11,7 +11,7 @@ from orchestrator.schema import Root
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import Experts
-from workloads.models.stages import STAGED
+from workloads.models.stages import DIVIDED, staged
 
 WITH_ADAPTERS = ("qwen3",)  # families whose linear layers can be wrapped for adapters
 WITH_SLOTS = ("deepseek_v4", "kimi_k3")  # families whose experts may have more slots than there are experts
@@ -53,10 +53,10 @@ def _stages(root: Root) -> Problems:
     pp, name, dimensions = root.parallelism.pp, root.model.architecture, dimensions_of(root)
     if pp == 1:
         return
-    if name not in STAGED:
+    if name not in DIVIDED:
         yield (
             f"parallelism.pp is {pp} and model.architecture is {name}: the native engine divides the layers of "
-            f"{', '.join(STAGED)} into pipeline stages, of no other family; set parallelism.pp=1."
+            f"{', '.join(DIVIDED)} into pipeline stages, of no other family; set parallelism.pp=1."
         )
         return
     if pp > dimensions.num_layers:
@@ -64,7 +64,7 @@ def _stages(root: Root) -> Problems:
             f"parallelism.pp is {pp} and {_key(root, 'num_layers')} {dimensions.num_layers}: every stage "
             f"needs a layer, so lower pp to {dimensions.num_layers} or less."
         )
-    yield from STAGED[name].problems(dimensions)
+    yield from staged(name).problems(dimensions)
 
 
 def _adapters(root: Root) -> Problems:

@@ -18,7 +18,7 @@ from workloads.loading.generate import generate_checkpoint
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import tensor_table
 from workloads.models.kimi_k3.config import KimiK3Config
-from workloads.models.stages import STAGED
+from workloads.models.stages import staged
 from workloads.spec import Arrival, GangSpec, Parallelism
 
 GIVEN = prompts(1, 13, 6)
@@ -88,7 +88,7 @@ def test_every_tensor_has_its_stages(name: str, spec_of: SpecOf, run_ranks: Rank
     held = run_ranks(stages, sources)
     names = {one.name for one in every_tensor(tensor_table(architecture).sections(config))}
     for stage, found in enumerate(held):
-        assert found == {one for one in names if STAGED[architecture].holds(config, one, stages, stage)}
+        assert found == {one for one in names if staged(architecture).holds(config, one, stages, stage)}
     assert held[0] | held[1] == names
     ends = held[0] & held[1]
     assert all("embed" in one for one in ends)

@@ -4,7 +4,7 @@ import pytest
 
 from workloads.loading.tensor_table import bytes_by_component, every_tensor
 from workloads.models.architectures import ARCHITECTURES, tensor_table
-from workloads.models.stages import STAGED, stage_layers
+from workloads.models.stages import DIVIDED, stage_layers, staged
 
 
 @pytest.mark.parametrize(
@@ -25,30 +25,30 @@ def test_layers_of_each_stage(layers: int, stages: int, counts: list[int]) -> No
     assert [layer for one in ranges for layer in one] == list(range(layers))
 
 
-@pytest.mark.parametrize("family", sorted(STAGED))
+@pytest.mark.parametrize("family", DIVIDED)
 def test_stages_hold_the_checkpoint_once_and_the_ends_share_the_embedding(family: str) -> None:
-    config, staged = ARCHITECTURES[family](), STAGED[family]
+    config, division = ARCHITECTURES[family](), staged(family)
     sections = list(tensor_table(family).sections(config))
     whole = sum(bytes_by_component(sections).values())
-    parts = [bytes_by_component(staged.sections(config, iter(sections), 2, stage)) for stage in (0, 1)]
+    parts = [bytes_by_component(division.sections(config, iter(sections), 2, stage)) for stage in (0, 1)]
     embedding = bytes_by_component(sections)["embedding"]
-    assert staged.both(config)
+    assert division.both(config)
     assert sum(sum(part.values()) for part in parts) == whole + embedding
     assert all(part["embedding"] == embedding for part in parts)
 
 
-@pytest.mark.parametrize("family", sorted(STAGED))
+@pytest.mark.parametrize("family", DIVIDED)
 def test_a_stage_is_as_large_as_a_model_of_its_layers(family: str) -> None:
     """The dimensions that plan a stage describe the layers that it has: kinds of attention, dense and hashed ones."""
-    config, staged = ARCHITECTURES[family](), STAGED[family]
+    config, division = ARCHITECTURES[family](), staged(family)
     for stage in range(2):
         layers = stage_layers(config.num_layers, 2, stage)
-        part = staged.part(config, layers, stage == 1)
-        held = staged.sections(config, tensor_table(family).sections(config), 2, stage)
-        numbered = [tensor.nbytes for tensor in every_tensor(held) if staged.layer in tensor.name]
+        part = division.part(config, layers, stage == 1)
+        held = division.sections(config, tensor_table(family).sections(config), 2, stage)
+        numbered = [tensor.nbytes for tensor in every_tensor(held) if division.layer in tensor.name]
         again = [
             tensor.nbytes
             for tensor in every_tensor(tensor_table(family).sections(part))
-            if staged.layer in tensor.name
+            if division.layer in tensor.name
         ]
         assert numbered == again

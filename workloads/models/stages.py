@@ -6,12 +6,16 @@ Imports no torch: the planner and the judge ask the same.
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from workloads.loading.tensor_table import Section, TensorSpec
-from workloads.models.deepseek_v4.config import DeepseekV4Config
-from workloads.models.dspark.config import DsparkConfig
-from workloads.models.kimi_k3.config import KimiK3Config
+
+DIVIDED = (
+    "deepseek_v4",
+    "kimi_k3",
+    "qwen3",
+)  # the families that can be; each says how in its module `stages`
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
@@ -65,63 +69,6 @@ class Staged:
             yield replace(section, plain=held(section.plain), templates=held(section.templates))
 
 
-def _kimi_k3(c: KimiK3Config, layers: range, last: bool) -> KimiK3Config:
-    return replace(
-        c,
-        num_layers=len(layers),
-        full_attention_layers=[layer - layers.start for layer in c.full_attention_layers if layer in layers],
-        num_dense_layers=len(range(layers.start, min(layers.stop, c.num_dense_layers))),
-        num_mtp_layers=c.num_mtp_layers * last,
-    )
-
-
-def _deepseek_v4(c: DeepseekV4Config, layers: range, last: bool) -> DeepseekV4Config:
-    own = c.compress_ratios[layers.start : layers.stop]
-    return replace(
-        c,
-        num_layers=len(layers),
-        compress_ratios=own + (c.compress_ratios[c.num_layers :] if last else []),
-        num_hash_layers=len(range(layers.start, min(layers.stop, c.num_hash_layers))),
-        num_mtp_layers=c.num_mtp_layers * last,
-    )
-
-
-def _deepseek_v4_problems(c: DeepseekV4Config) -> Iterator[str]:
-    if c.vision:
-        yield "model.deepseek_v4.vision is true: what sees images is not divided into stages; set parallelism.pp=1."
-    yield from _drafter_problems(c, "deepseek_v4")
-
-
-def _drafter_problems(c: DsparkConfig, family: str) -> Iterator[str]:
-    if c.num_dspark_layers:
-        yield (
-            f"model.{family}.num_dspark_layers is {c.num_dspark_layers}: that drafter reads layers of several stages "
-            "and their embedding; set parallelism.pp=1."
-        )
-
-
-STAGED: dict[str, Staged] = {
-    "deepseek_v4": Staged(
-        layer="layers.",
-        first=("embed.",),
-        both=lambda c: c.num_mtp_layers > 0,
-        part=_deepseek_v4,
-        problems=_deepseek_v4_problems,
-        derived_first=("first mix of one copy", "drafter's embedding"),
-    ),
-    "kimi_k3": Staged(
-        layer="language_model.model.layers.",
-        first=("language_model.model.embed_tokens.",),
-        both=lambda c: c.num_mtp_layers > 0,
-        part=_kimi_k3,
-        problems=lambda c: _drafter_problems(c, "kimi_k3"),
-        derived_first=("drafter's embedding",),
-    ),
-    "qwen3": Staged(
-        layer="model.layers.",
-        first=("model.embed_tokens.",),
-        both=lambda c: c.tie_word_embeddings,
-        part=lambda c, layers, last: replace(c, num_layers=len(layers)),
-        problems=lambda c: iter(()),
-    ),
-}
+def staged(architecture: str) -> Staged:
+    """How a family of `DIVIDED` is divided."""
+    return cast(Staged, import_module(f"workloads.models.{architecture}.stages").STAGED)

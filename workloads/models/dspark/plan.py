@@ -41,3 +41,12 @@ def drafter_problems(c: Drafted, family: str) -> Iterator[str]:
             f"model.{family}.dspark_mask_token_id is {c.dspark_mask_token_id}: the drafter does not fit this target, "
             f"whose vocabulary has {c.vocab_size} tokens."
         )
+
+
+def stage_problems(c: Drafted, family: str) -> Iterator[str]:
+    """Why a target with this drafter cannot be divided over pipeline stages."""
+    if c.num_dspark_layers:
+        yield (
+            f"model.{family}.num_dspark_layers is {c.num_dspark_layers}: that drafter reads layers of several stages "
+            "and their embedding; set parallelism.pp=1."
+        )
