@@ -79,6 +79,12 @@ def same_generations(
     if not _is_repeated(attempt, arm, before, got, reader):
         if not same_tensors or before is None:
             return Outcome("FAIL", expected, observed, counts, cause)
+        if all(_same_answer(got.get(name), want.get(name)) for name in differing):
+            cause += (
+                f" Every tensor of `{left}` is that of `{right}`, and the target answers alike: what differs is what "
+                "the drafter reads of the target, or keeps beside its weights."
+            )
+            return Outcome("FAIL", expected, observed, counts, cause)
         cause += (
             f" Every tensor of `{left}` is that of `{right}`: it is not the weights, but what serving keeps beside "
             "them, such as keys and values of a known prompt in a cache that the update did not empty; or chance in a "
@@ -106,6 +112,12 @@ def _is_repeated(
         return False
     old = reader.generations(arm.folder / before, "generations")
     return got.keys() == old.keys() and not any(_divergence(got[name], old[name]) for name in got)
+
+
+def _same_answer(got: Record | None, want: Record | None) -> bool:
+    """Whether the target's own part of two generations agrees, whatever its drafter proposed."""
+    keys = ("token_ids", "top_logprobs")
+    return got is not None and want is not None and all(got[key] == want[key] for key in keys)
 
 
 def _divergence(got: Record | None, want: Record) -> str:

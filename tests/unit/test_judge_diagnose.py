@@ -413,7 +413,9 @@ def test_logprobs_and_drafts_count(tmp_path: Path) -> None:
     )
     world = World()
     world.candidate.generations["updated"][0]["draft_token_ids"] = [-1, 3, 5]
-    assert "draft's proposals part at token 1" in primary(world, tmp_path / "b", "stale_cache")["detail"]
+    detail = primary(world, tmp_path / "b", "generation_differs")["detail"]
+    assert "draft's proposals part at token 1" in detail
+    assert "the target answers alike" in detail
 
 
 def test_generations_fold_under_the_tensors_that_explain_them(tmp_path: Path) -> None:
