@@ -191,7 +191,10 @@ def test_every_tensor_beside_the_parameters_has_a_rule(k3_checkpoint: Path) -> N
     assert constants
     for path in constants:
         assert [r.tensor_class for r in engine.rules() if fnmatchcase(path, r.pattern)] == ["constant"], path
-    assert used == {rule.pattern for rule in engine.rules() if rule.tensor_class in ("weight", "derived")}
+    of_dspark = {"*._context_kv_norm_weights", "*.context_kv_proj"}  # a drafter that this proxy lacks
+    of_weights = {rule.pattern for rule in engine.rules() if rule.tensor_class in ("weight", "derived")}
+    assert used == of_weights - of_dspark
+    assert of_dspark <= of_weights
 
 
 def test_the_reference_kernel_keeps_its_parameters(k3_checkpoint: Path) -> None:
