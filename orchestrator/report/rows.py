@@ -211,9 +211,9 @@ def informative(cell: Json) -> Sequence[Json]:
 
 
 def caveats(verdict: Json) -> list[str]:
-    """Why some of what is shown is no evidence, each reason once."""
+    """Why some of what is shown is no evidence, each reason once, without its full stop."""
     shown = (check for cell in verdict["cells"] for check in informative(cell) if check.get("caveat"))
-    return list(dict.fromkeys(f"{check['name']}: {check['caveat']}" for check in shown))
+    return list(dict.fromkeys(f"{check['name']}: {check['caveat'].rstrip('.')}" for check in shown))
 
 
 def label_keys(verdict: Json) -> str:

@@ -65,7 +65,7 @@ def print_table(verdict: Json, file: TextIO, width: int | None = None) -> None:
     for note in left_out(verdict):
         console.print(Text(f"coverage - {note}.", style="dim"))
     for caveat in caveats(verdict):
-        console.print(Text(f"not evidence - {caveat.rstrip(".")}.", style="dim"))
+        console.print(Text(f"not evidence - {caveat}.", style="dim"))
 
 
 def _verdict(verdict: str) -> tuple[str, str]:
