@@ -143,15 +143,18 @@ def is_load(step: Mapping[str, Any]) -> bool:
 
 
 def timeline(steps: Sequence[Mapping[str, Any]]) -> dict[str, Moment]:
-    """Observations of a scenario by name, in order."""
+    """Observations of a scenario by name, in order. Updates of one root after another to the same checkpoint, with no
+    observation between them, replace what was there before the first."""
     moments: dict[str, Moment] = {}
     load, checkpoint, previous, via = -1, "", "", ""
     before: str | None = None
     latest: str | None = None
     for step in steps:
         if is_load(step):
-            load, previous, checkpoint, via = load + 1, checkpoint, step["checkpoint"], step["via"]
-            before, latest = latest, None
+            load, via = load + 1, step["via"]
+            if latest is not None or not (step.get("roots") and step["checkpoint"] == checkpoint):
+                previous, before, latest = checkpoint, latest, None
+            checkpoint = step["checkpoint"]
         elif step["do"] == "observe":
             latest = step["name"]
             moments[latest] = Moment(latest, checkpoint, previous, load, via, before, tuple(step["collect"]))

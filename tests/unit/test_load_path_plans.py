@@ -179,3 +179,24 @@ def test_an_update_that_must_be_refused_is_no_load() -> None:
     ]
     moment = timeline(steps)["same"]
     assert (moment.load, moment.checkpoint, moment.via) == (0, "old", "safetensors")
+
+
+def test_roots_updated_one_after_another_replace_what_was_there_before_the_first() -> None:
+    update = {"do": "update", "via": "layerwise"}
+    steps = [
+        {"do": "start", "checkpoint": "old", "via": "safetensors"},
+        {"do": "observe", "name": "started", "collect": []},
+        {**update, "checkpoint": "new", "roots": ["target"]},
+        {**update, "checkpoint": "new", "roots": ["draft"]},
+        {"do": "observe", "name": "updated", "collect": []},
+        {**update, "checkpoint": "new"},
+        {**update, "checkpoint": "old"},
+        {"do": "observe", "name": "back", "collect": []},
+    ]
+    moments = timeline(steps)
+    assert (moments["updated"].previous, moments["updated"].before, moments["updated"].load) == (
+        "old",
+        "started",
+        2,
+    )
+    assert (moments["back"].previous, moments["back"].before) == ("new", None)
