@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -43,7 +44,7 @@ QUICK = [
 def toy_options(folder: Path) -> list[str]:
     """Overrides of cells that run toys. A script stands for their interpreter."""
     python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {TOY} "$@"\n')
+    python.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(TOY)])} "$@"\n')
     python.chmod(0o755)
     (folder / "runs" / "toy").mkdir(parents=True, exist_ok=True)
     return [*QUICK, f"cluster.python={python}", f"store={folder / 'runs'}"]
