@@ -1,4 +1,4 @@
-"""Planning stays quick: one experiment in two seconds, a thousand cells in twenty.
+"""Planning stays quick: one experiment in a few times the imports of its libraries, a thousand in twenty seconds.
 
 Processor time is asserted and wall time printed: the suite shares its machine.
 """
@@ -25,6 +25,7 @@ SWEEP = [
     "cluster.memory_gb=2",
 ]
 CELLS = 1000
+MOST_IMPORTS = 8.0
 
 
 def bare_compose_seconds(repeats: int = 5) -> float:
@@ -45,18 +46,25 @@ def children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_one_experiment_is_planned_in_two_seconds(tmp_path: Path) -> None:
-    """The whole command, interpreter start included."""
+def processor_seconds(command: list[str]) -> float:
+    began = children_seconds()
+    subprocess.run(command, check=True, capture_output=True, cwd=checkout())
+    return children_seconds() - began
+
+
+def test_one_experiment_is_planned_in_the_time_of_a_few_imports(tmp_path: Path) -> None:
+    """The whole command, interpreter start included, beside the start and the imports that it cannot do without. About
+    two seconds on an idle machine."""
     overrides = ["+exp=kimi_k3_refit", "model=kimi_k3", "cluster=gb200", f"store={tmp_path}"]
-    command = [sys.executable, "-m", "orchestrator", "plan", *overrides]
-    times = []
+    whole, imports = [], []
     for _ in range(3):
-        began, wall = children_seconds(), time.perf_counter()
-        subprocess.run(command, check=True, capture_output=True, cwd=checkout())
-        times.append((children_seconds() - began, time.perf_counter() - wall))
-    cpu, wall = min(times)
-    print(f"plan of one experiment: {cpu:.2f} s of processor time, {wall:.2f} s on the clock")
-    assert cpu <= 2.0
+        whole.append(processor_seconds([sys.executable, "-m", "orchestrator", "plan", *overrides]))
+        imports.append(
+            processor_seconds([sys.executable, "-c", "import hydra, submitit, rich.console, jinja2"])
+        )
+    ratio = min(whole) / min(imports)
+    print(f"plan of one experiment: {min(whole):.2f} s of processor time, {ratio:.1f} x the imports alone")
+    assert ratio <= MOST_IMPORTS
 
 
 def test_a_thousand_cells_are_planned_and_written(tmp_path: Path) -> None:
