@@ -212,7 +212,7 @@ def test_a_build_without_a_compiler_or_with_errors_says_so(
     with monkeypatch.context() as context:
         context.setattr(build.shutil, "which", lambda *_, **__: None)
         with pytest.raises(RuntimeError, match="no nvcc is on the PATH"):
-            build.library.__wrapped__(32)
+            build.compiled.__wrapped__(32)
     answers = [
         subprocess.CompletedProcess([], 0, "release 13.0", ""),
         subprocess.CompletedProcess([], 1, "", "error: this is not C++"),
@@ -220,7 +220,7 @@ def test_a_build_without_a_compiler_or_with_errors_says_so(
     monkeypatch.setattr(build.shutil, "which", lambda *_, **__: "nvcc")
     monkeypatch.setattr(build.subprocess, "run", lambda *_, **__: answers.pop(0))
     with pytest.raises(RuntimeError, match=r"could not compile mega_moe_sm90.cu: error: this is not C\+\+"):
-        build.library.__wrapped__(32)
+        build.compiled.__wrapped__(32)
     assert not list(tmp_path.rglob("*.so"))
 
 

@@ -21,7 +21,7 @@ BUILD_SECONDS = 600
 
 
 @cache
-def library(tokens: int) -> ctypes.CDLL:
+def compiled(tokens: int) -> ctypes.CDLL:
     """The compiled kernels for tiles of at most `tokens` tokens, 32 or 224.
 
     Raises RuntimeError without nvcc, or with its output when it refuses the source.

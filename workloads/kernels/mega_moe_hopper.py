@@ -110,7 +110,7 @@ def run(tokens: Tokens, experts: Experts, activation: GatedActivation, combine: 
     for name, tensor in _given(tokens, experts):
         setattr(buffers, name, tensor.data_ptr())
     setattr(buffers, "y" if combine else "out", rows.data_ptr())
-    loaded = mega_moe_build.library(largest)
+    loaded = mega_moe_build.compiled(largest)
     with torch.cuda.device(tokens.x.device):
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         error = loaded.mega_moe_launch(
