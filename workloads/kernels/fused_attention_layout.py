@@ -8,9 +8,6 @@ brought into that order once, when they are loaded. It permutes bytes and comput
 import torch
 from torch import Tensor
 
-QUERY_CHUNK = 16  # channels
-OUTPUT_CHUNK = 32  # channels: a group that shares an FP8 scale
-
 
 def interleave(x: Tensor, dim: int, heads: int, chunk: int) -> Tensor:
     """x [.., heads * D, ..] along `dim`: place (c * heads + h) * chunk + j gets h * D + c * chunk + j; a new tensor."""

@@ -112,6 +112,7 @@ class Dimensions(Protocol):
     hc_mult: int
     hc_sinkhorn_iters: int
     hc_eps: float
+    num_experts: int
     moe_intermediate_size: int
     expert_quantization: str
 

@@ -122,6 +122,18 @@ class SharedExperts(nn.Module):
         return weights
 
 
+def expert_tensors(config: Dimensions, prefix: str) -> ExpertTensors:
+    return ExpertTensors(
+        prefix,
+        config.num_experts,
+        config.hidden_size,
+        config.moe_intermediate_size,
+        "weight",
+        "scale",
+        torch.int8,
+    )
+
+
 class MoE(nn.Module):
     """The routed experts' sum and the shared experts, added by the kernel."""
 
@@ -129,15 +141,7 @@ class MoE(nn.Module):
         super().__init__()
         config = setting.config
         self.gate = Gate(config, config.hashed(layer), f"{prefix}gate.")
-        tensors = ExpertTensors(
-            f"{prefix}experts.",
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            "weight",
-            "scale",
-            torch.int8,
-        )
+        tensors = expert_tensors(config, f"{prefix}experts.")
         activation = SwigluParameters(config.swiglu_limit)
         self.experts = RoutedExperts(
             tensors,

@@ -6,7 +6,7 @@ Imports no torch.
 from collections.abc import Iterator, Mapping
 
 from workloads.loading.tensor_table import COLUMN, MXFP4_GROUP, ROW, TensorSpec, counted
-from workloads.models.deepseek_v4.config import OVERLAPPING, DeepseekV4Config
+from workloads.models.deepseek_v4.config import OVERLAPPING, DeepseekV4Config, Dimensions
 from workloads.models.deepseek_v4.tensors import FP8_BLOCK, sections
 from workloads.models.dspark.plan import drafter_problems
 from workloads.models.media import slot_problems
@@ -77,8 +77,6 @@ def _widths(c: DeepseekV4Config) -> Iterator[str]:
                 f"{_KEY}.{key} is {getattr(c, key)}; MXFP4 shares a scale between {MXFP4_GROUP} values, so it must be "
                 "a multiple of that."
             )
-    if c.num_heads % c.o_groups:
-        yield f"{_KEY}.o_groups is {c.o_groups}; it must divide num_heads {c.num_heads}."
     group = {
         "o_lora_rank": c.o_lora_rank,
         "head_dim times the heads of a group": c.num_heads // c.o_groups * c.head_dim,
@@ -91,12 +89,16 @@ def _widths(c: DeepseekV4Config) -> Iterator[str]:
             )
     if c.index_head_dim & (c.index_head_dim - 1):
         yield f"{_KEY}.index_head_dim is {c.index_head_dim}; the Hadamard rotation takes a power of two."
-    for key in ("head_dim", "index_head_dim"):
-        if c.qk_rope_head_dim > getattr(c, key) or c.qk_rope_head_dim % 2:
-            yield (
-                f"{_KEY}.qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most {key} "
-                f"{getattr(c, key)}."
-            )
+    yield from head_problems(c, _KEY)
+
+
+def head_problems(c: Dimensions, family: str) -> Iterator[str]:
+    """What any of these families asks of its heads. family: the key of `c`."""
+    if c.num_heads % c.o_groups:
+        yield f"{family}.o_groups is {c.o_groups}; it must divide num_heads {c.num_heads}."
+    for key, width in (("head_dim", c.head_dim), ("index_head_dim", c.index_head_dim)):
+        if c.qk_rope_head_dim > width or c.qk_rope_head_dim % 2:
+            yield f"{family}.qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most {key} {width}."
 
 
 def divided(c: DeepseekV4Config) -> Mapping[str, int]:

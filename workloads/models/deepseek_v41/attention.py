@@ -12,13 +12,13 @@ from workloads.kernels.compressed_attention import (
     through_nvfp4,
 )
 from workloads.kernels.fp8_blocks import through_fp8
-from workloads.kernels.fused_attention_layout import OUTPUT_CHUNK, QUERY_CHUNK, deinterleave, interleave
+from workloads.kernels.fused_attention_layout import deinterleave, interleave
 from workloads.kernels.interleaved_rope import rotate
 from workloads.models.batch import Batch, Segment
 from workloads.models.deepseek_v4.attention import PREFILL_TOKENS, AttentionSink, WindowCache, windowed
 from workloads.models.deepseek_v4.compressor import visible_groups
 from workloads.models.deepseek_v41.compressor import Compressor, Indexer
-from workloads.models.deepseek_v41.config import FP8_BLOCK, DeepseekV41Config
+from workloads.models.deepseek_v41.config import FP8_BLOCK, OUTPUT_CHUNK, QUERY_CHUNK, DeepseekV41Config
 from workloads.models.deepseek_v41.fused import OutputProjection, QueryProjection
 from workloads.models.fp8_linear import Fp8RowParallelLinear, replicated
 from workloads.models.layers import RMSNorm

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 FP8_BLOCK = 32  # rows and columns of an FP8 matrix that share a scale, and columns of an activation's group
+QUERY_CHUNK, OUTPUT_CHUNK = 16, 32  # channels of the heads that take turns in the attention kernel's order
 
 
 @dataclass

@@ -9,8 +9,8 @@ from abc import abstractmethod
 
 import torch
 
-from workloads.kernels.fused_attention_layout import OUTPUT_CHUNK, QUERY_CHUNK, deinterleave, interleave
-from workloads.models.deepseek_v41.config import FP8_BLOCK
+from workloads.kernels.fused_attention_layout import deinterleave, interleave
+from workloads.models.deepseek_v41.config import FP8_BLOCK, OUTPUT_CHUNK, QUERY_CHUNK
 from workloads.models.fp8_linear import Fp8GroupedLinear, Fp8Linear, Fp8Matrix
 from workloads.models.layers import Rows
 from workloads.models.parallel import Group

@@ -7,9 +7,9 @@ from workloads.kernels.activations import SwigluParameters
 from workloads.kernels.linear import linear_partial
 from workloads.kernels.routing import route_sqrtsoftplus_noaux
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
-from workloads.models.deepseek_v4.moe import SharedExperts
+from workloads.models.deepseek_v4.moe import SharedExperts, expert_tensors
 from workloads.models.deepseek_v41.config import FP8_BLOCK, DeepseekV41Config
-from workloads.models.experts import ExpertTensors, RoutedExperts
+from workloads.models.experts import RoutedExperts
 from workloads.models.layers import vector
 from workloads.models.served import Setting
 
@@ -47,15 +47,7 @@ class MoE(nn.Module):
         super().__init__()
         config = setting.config
         self.gate = Gate(config, f"{prefix}gate.")
-        tensors = ExpertTensors(
-            f"{prefix}experts.",
-            config.num_experts,
-            config.hidden_size,
-            config.moe_intermediate_size,
-            "weight",
-            "scale",
-            torch.int8,
-        )
+        tensors = expert_tensors(config, f"{prefix}experts.")
         activation = SwigluParameters(config.swiglu_limit)
         self.experts = RoutedExperts(tensors, activation, setting.groups.ep, setting.kernel, setting.fused)
         self.shared_experts = SharedExperts(

@@ -6,8 +6,8 @@ Imports no torch.
 from collections.abc import Iterator, Mapping
 
 from workloads.loading.tensor_table import MXFP4_GROUP, counted
-from workloads.models.deepseek_v4.plan import packed_scales
-from workloads.models.deepseek_v41.config import FP8_BLOCK, DeepseekV41Config
+from workloads.models.deepseek_v4.plan import head_problems, packed_scales
+from workloads.models.deepseek_v41.config import FP8_BLOCK, OUTPUT_CHUNK, DeepseekV41Config
 from workloads.models.deepseek_v41.tensors import sections
 from workloads.models.media import slot_problems
 from workloads.models.planning import Experts, Load, Part
@@ -25,7 +25,6 @@ COMPONENTS = {
     "norms": "norms",
 }
 MAY_BE_ZERO = ("image_tokens",)
-QUERY_CHUNK, OUTPUT_CHUNK = 16, 32  # channels of the heads that take turns in the attention kernel's order
 NVFP4_GROUP = 16
 _KEY = "model.deepseek_v41"
 
@@ -95,16 +94,9 @@ def _widths(c: DeepseekV41Config) -> Iterator[str]:
             )
     if c.head_dim % OUTPUT_CHUNK:
         yield f"{_KEY}.head_dim is {c.head_dim}; the attention kernel takes chunks of {OUTPUT_CHUNK} channels."
-    if c.num_heads % c.o_groups:
-        yield f"{_KEY}.o_groups is {c.o_groups}; it must divide num_heads {c.num_heads}."
     if c.num_experts % 2:
         yield f"{_KEY}.num_experts is {c.num_experts}; it must be even, so that ranks can share them."
-    for key in ("head_dim", "index_head_dim"):
-        if c.qk_rope_head_dim > getattr(c, key) or c.qk_rope_head_dim % 2:
-            yield (
-                f"{_KEY}.qk_rope_head_dim is {c.qk_rope_head_dim}; it must be even and at most {key} "
-                f"{getattr(c, key)}."
-            )
+    yield from head_problems(c, _KEY)
 
 
 def divided(c: DeepseekV41Config) -> Mapping[str, int]:
