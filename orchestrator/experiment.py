@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from orchestrator import follow, provenance, submit
 from orchestrator.failure import Failure
+from orchestrator.history import INDEX, Experiment, load, read_history
 from orchestrator.jobs import Book
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.plan import Cell
@@ -24,7 +25,6 @@ from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
 from orchestrator.starts import cheapest_order
 from orchestrator.store import RESULT, Store, read_json, write_json
-from orchestrator.trails import INDEX, Experiment, load, read_trail
 
 Json = dict[str, Any]
 DRIVER_STOP_S = 60  # for a driver to stop its gangs and write its result
@@ -123,10 +123,10 @@ def attempts_that_count(store: Store, experiment: Experiment) -> dict[str, Path]
     for name, before in experiment.before.items():
         if name not in experiment.cells:
             continue
-        trail = read_trail(store, book, name, before)
+        history = read_history(store, book, name, before)
         earlier = store.finished(name)
-        if trail.attempts:
-            found[name] = trail.attempts[-1]
+        if history.attempts:
+            found[name] = history.attempts[-1]
         elif earlier is not None:
             found[name] = store.cell_dir(name) / str(earlier["attempt"])
     return found

@@ -12,14 +12,14 @@ from typing import Any
 
 from orchestrator import quarantine, slurm
 from orchestrator.attempts import DONE, FAILED, WAITS
+from orchestrator.history import Experiment, History, read_history, still_waits
+from orchestrator.history import stands as stands_of
 from orchestrator.jobs import Book, Task
 from orchestrator.scheduling import levels, needs
 from orchestrator.settle import NOT_ASKED, Settler
 from orchestrator.store import Store
 from orchestrator.submit import Report, Submission, not_run
 from orchestrator.text import seconds
-from orchestrator.trails import Experiment, Trail, read_trail, still_waits
-from orchestrator.trails import stands as stands_of
 
 Json = dict[str, Any]
 HERE = "RUNNING HERE"  # by a process of a `run` on this store, not by a job
@@ -84,15 +84,18 @@ def advance(store: Store, experiment: Experiment, report: Report, ask: bool = Tr
     long."""
     with store.submitting() as held:
         book = Book(store)
-        trails = {name: read_trail(store, book, name, experiment.before[name]) for name in experiment.cells}
-        look = _Look(store, experiment, report, book, trails, Settler(store, book, [held], report))
+        histories = {
+            name: read_history(store, book, name, experiment.before[name]) for name in experiment.cells
+        }
+        look = _Look(store, experiment, report, book, histories, Settler(store, book, [held], report))
         try:
             look.settle(ask)
             look.avoid_bad_nodes()
             return look.submit([held])
         except slurm.SlurmError as error:
             words = {
-                name: "UNKNOWN" if trail.open else _word(store, trail, name) for name, trail in trails.items()
+                name: "UNKNOWN" if history.open else _word(store, history, name)
+                for name, history in histories.items()
             }
             return Look(words, trouble=str(error))
 
@@ -105,35 +108,38 @@ class _Look:
     experiment: Experiment
     report: Report
     book: Book
-    trails: Mapping[str, Trail]
+    histories: Mapping[str, History]
     settler: Settler
 
     def settle(self, ask: bool) -> None:
         """Gives every attempt that has ended its result."""
-        trails = self.trails.values()
+        histories = self.histories.values()
         # A driver that was told to stop cannot know by whom: the end of its job says it.
-        told = [a for t in trails for a, r in zip(t.attempts, t.results, strict=True) if _is_stopped(r)]
+        told = [a for t in histories for a, r in zip(t.attempts, t.results, strict=True) if _is_stopped(r)]
         if ask:
-            self.settler.ask([task for trail in trails for task in trail.open], told, self.experiment.cells)
-        for name, trail in self.trails.items():
+            self.settler.ask(
+                [task for history in histories for task in history.open], told, self.experiment.cells
+            )
+        for name, history in self.histories.items():
             cell = self.experiment.cells[name]
-            for task in tuple(trail.open):
+            for task in tuple(history.open):
                 result = self.settler.settle(task, cell)
                 if result is not None:
-                    trail.results.append(result)
-                    trail.attempts.append(task.attempt)
-                    trail.open.remove(task)
+                    history.results.append(result)
+                    history.attempts.append(task.attempt)
+                    history.open.remove(task)
             explained = [
-                self.settler.explain(a, r, cell) for a, r in zip(trail.attempts, trail.results, strict=True)
+                self.settler.explain(a, r, cell)
+                for a, r in zip(history.attempts, history.results, strict=True)
             ]
-            trail.results[:] = explained
-            trail.open += self._ending(trail)
+            history.results[:] = explained
+            history.open += self._ending(history)
 
-    def _ending(self, trail: Trail) -> list[Task]:
+    def _ending(self, history: History) -> list[Task]:
         """The last attempt's job, where its driver was told to stop and Slurm has not said yet why."""
-        if not trail.results or not _is_stopped(trail.results[-1]):
+        if not history.results or not _is_stopped(history.results[-1]):
             return []
-        task = self.book.task(trail.attempts[-1])
+        task = self.book.task(history.attempts[-1])
         if task is not None and not self.settler.has_asked:
             return [task]
         state = self.settler.state(task) if task is not None else None
@@ -142,19 +148,19 @@ class _Look:
     def avoid_bad_nodes(self) -> None:
         """Puts nodes that failed into quarantine, each failure once."""
         known = {(line["cell"], line["attempt"]) for line in quarantine.entries(self.store)}
-        for name, trail in self.trails.items():
+        for name, history in self.histories.items():
             span = self.experiment.cells[name]["policy"]["quarantine_s"]
-            for attempt, result in zip(trail.attempts, trail.results, strict=True):
+            for attempt, result in zip(history.attempts, history.results, strict=True):
                 if (name, attempt.name) not in known:
                     for node in quarantine.at_fault(result["error"]):
                         quarantine.add(self.store, node, result["error"], attempt, span)
 
     def submit(self, held: Sequence[int]) -> Look:
         """Submits what is missing and what runs again, and says where every cell stands."""
-        cells, trails = self.experiment.cells, self.trails
-        stands = {name: stands_of(self.store, self.experiment, name, trails[name]) for name in cells}
+        cells, histories = self.experiment.cells, self.histories
+        stands = {name: stands_of(self.store, self.experiment, name, histories[name]) for name in cells}
         unfinished = {name: cell for name, cell in cells.items() if stands[name] != DONE}
-        busy = {name for name, trail in trails.items() if trail.open or trail.is_run_here}
+        busy = {name for name, history in histories.items() if history.open or history.is_run_here}
         idle = [name for name in unfinished if name not in busy and stands[name] != FAILED]
         of = needs(unfinished, self.store.holds) if idle else {}
         level = levels(of)
@@ -164,40 +170,40 @@ class _Look:
             if lost:
                 self._give_up(name, *next(iter(lost.items())), known=stands[name] == WAITS)
                 stands[name] = FAILED
-            elif stands[name] == WAITS and still_waits(self.store, trails[name]):
+            elif stands[name] == WAITS and still_waits(self.store, histories[name]):
                 busy.add(name)
             else:
                 ready.add(name)
         words = {name: self._say(name) for name in cells}
         if ready:
-            live = {name: trail.open[-1] for name, trail in trails.items() if trail.open}
+            live = {name: history.open[-1] for name, history in histories.items() if history.open}
             jobs = sorted({task.batch.job for task in live.values() if task.batch.job is not None})
             task = Submission(self.store, self.book, self.experiment.name, held, self.report, live, jobs)
             task.submit({name: cells[name] for name in cells if name in ready}, of)
             words |= dict.fromkeys(ready, SUBMITTED)
-        settling = any(self.settler.is_gone(task) for trail in trails.values() for task in trail.open)
+        settling = any(self.settler.is_gone(task) for history in histories.values() for task in history.open)
         return Look(words, is_over=not busy and not ready, is_settling=settling)
 
     def _give_up(self, name: str, reference: str, maker: str, known: bool) -> None:
         """A cell whose reference nobody will make any more. known: its last attempt has this result already."""
         if known:
             return
-        attempt, trail = self.store.new_attempt(name), self.trails[name]
-        made_by = self.trails[maker].attempts[-1]
-        trail.results.append(not_run(self.store, self.experiment.cells[name], attempt, reference, made_by))
-        trail.attempts.append(attempt)
+        attempt, history = self.store.new_attempt(name), self.histories[name]
+        made_by = self.histories[maker].attempts[-1]
+        history.results.append(not_run(self.store, self.experiment.cells[name], attempt, reference, made_by))
+        history.attempts.append(attempt)
 
     def _say(self, name: str) -> str:
-        trail = self.trails[name]
-        return self.settler.word(trail.open[-1]) if trail.open else _word(self.store, trail, name)
+        history = self.histories[name]
+        return self.settler.word(history.open[-1]) if history.open else _word(self.store, history, name)
 
 
 def _is_stopped(result: Json) -> bool:
     return result["error"] is not None and result["error"]["type"] == "stopped"
 
 
-def _word(store: Store, trail: Trail, name: str) -> str:
-    if trail.is_run_here:
+def _word(store: Store, history: History, name: str) -> str:
+    if history.is_run_here:
         return HERE
-    result = trail.results[-1] if trail.results else store.finished(name)
+    result = history.results[-1] if history.results else store.finished(name)
     return "NOT SUBMITTED" if result is None else str(result["verdict"])

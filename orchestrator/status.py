@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from orchestrator import slurm
+from orchestrator.history import INDEX
 from orchestrator.jobs import Book, Task
 from orchestrator.show import SHORT, table
 from orchestrator.store import Store, StoreError, read_json
-from orchestrator.trails import INDEX
 
 Json = dict[str, Any]
 

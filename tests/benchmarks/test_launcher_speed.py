@@ -15,8 +15,8 @@ import pytest
 
 from orchestrator import follow
 from orchestrator.experiment import start
+from orchestrator.history import load
 from orchestrator.store import Store
-from orchestrator.trails import load
 from tests.cluster.conftest import slurm  # noqa: F401
 from tests.cluster.toy_experiment import ROOT, shim, toys
 

@@ -21,12 +21,12 @@ from rich.console import Console
 
 from orchestrator import experiment
 from orchestrator.follow import advance
+from orchestrator.history import load
 from orchestrator.plan import Cell, cell_id
 from orchestrator.planning import Plan, plan
 from orchestrator.scheduling import Array, arrays, needs
 from orchestrator.status import show_status
 from orchestrator.store import Store
-from orchestrator.trails import load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from orchestrator import quarantine
 from orchestrator.experiment import attempts_that_count, conclude
+from orchestrator.history import load
 from orchestrator.store import read_json
-from orchestrator.trails import load
 from tests.cluster.toy_experiment import Toys, control, shim, toys
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("clean")]

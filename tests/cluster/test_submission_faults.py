@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from orchestrator.experiment import attempts_that_count
+from orchestrator.history import load
 from orchestrator.planning import Plan
 from orchestrator.store import read_json
-from orchestrator.trails import load
 from tests.cluster.toy_experiment import Toys, shim, toys
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("clean")]

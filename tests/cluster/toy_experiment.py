@@ -13,10 +13,10 @@ from typing import Any
 
 from orchestrator.experiment import start
 from orchestrator.follow import Look, advance
+from orchestrator.history import load
 from orchestrator.jobs import Book, Task
 from orchestrator.planning import Plan, plan
 from orchestrator.store import Store, read_json
-from orchestrator.trails import load
 
 ROOT = Path(__file__).parents[2]
 TOY = Path(__file__).parent / "toy_cell.py"
@@ -25,7 +25,7 @@ import sys
 from pathlib import Path
 from orchestrator.follow import advance
 from orchestrator.store import Store
-from orchestrator.trails import load
+from orchestrator.history import load
 folder = Path(sys.argv[1])
 store = Store(folder.parents[1])
 advance(store, load(store, folder), print)

@@ -14,13 +14,13 @@ from orchestrator import follow, quarantine, slurm
 from orchestrator.experiment import start
 from orchestrator.failure import AttemptError, Failure
 from orchestrator.follow import Look, advance
+from orchestrator.history import Experiment, load, renew
 from orchestrator.jobs import Book, claim
 from orchestrator.plan import references
 from orchestrator.planning import Plan, plan
 from orchestrator.result import unjudged
 from orchestrator.sbatch import script
 from orchestrator.store import Store, StoreError, read_json, write_json
-from orchestrator.trails import Experiment, load, renew
 from orchestrator.upstream import check
 
 BATCH = ["cluster=slurm", "cluster.partition=batch", "cluster.partition_limit=02:00:00", "collect=tensors"]

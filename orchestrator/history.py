@@ -26,7 +26,7 @@ class Experiment:
 
 
 @dataclass
-class Trail:
+class History:
     """The attempts at one cell in this experiment. open: handed to Slurm and without a result yet."""
 
     results: list[Json] = field(default_factory=list)
@@ -43,20 +43,20 @@ def load(store: Store, folder: Path) -> Experiment:
     return Experiment(folder.name, chosen, before, index.get("rerun", False))
 
 
-def read_trail(store: Store, book: Book, name: str, before: int) -> Trail:
-    trail = Trail()
+def read_history(store: Store, book: Book, name: str, before: int) -> History:
+    history = History()
     for attempt in store.attempts(name):
         if int(attempt.name.partition("-")[2]) <= before:
             continue
         result = store.result(attempt)
         if result is not None:
-            trail.results.append(result)
-            trail.attempts.append(attempt)
+            history.results.append(result)
+            history.attempts.append(attempt)
         elif (task := book.task(attempt)) is not None:
-            trail.open.append(task)
+            history.open.append(task)
         else:  # of a process on this machine, or of a submitter that died before it had written everything
-            trail.is_run_here = _is_locked(store, name)
-    return trail
+            history.is_run_here = _is_locked(store, name)
+    return history
 
 
 def _is_locked(store: Store, name: str) -> bool:
@@ -67,16 +67,16 @@ def _is_locked(store: Store, name: str) -> bool:
         return True
 
 
-def stands(store: Store, experiment: Experiment, name: str, trail: Trail) -> str:
-    found = standing(experiment.cells[name]["policy"], trail.results)
+def stands(store: Store, experiment: Experiment, name: str, history: History) -> str:
+    found = standing(experiment.cells[name]["policy"], history.results)
     if found in (DONE, FAILED) or experiment.rerun:
         return found
     return DONE if store.finished(name) is not None else found
 
 
-def still_waits(store: Store, trail: Trail) -> bool:
+def still_waits(store: Store, history: History) -> bool:
     """Whether the attempt that did not make what the cell needed has not been settled itself."""
-    record = read_json(trail.attempts[-1] / JOB)
+    record = read_json(history.attempts[-1] / JOB)
     makers = [store.cell_dir(need["cell"]) / need["attempt"] for need in record["needs"]] if record else []
     return any(store.result(maker) is None for maker in makers)
 
@@ -90,8 +90,8 @@ def renew(store: Store, folder: Path) -> None:
             name = entry["id"]
             if name not in experiment.cells:
                 continue
-            trail = read_trail(store, book, name, experiment.before[name])
-            found = standing(experiment.cells[name]["policy"], trail.results)
-            if found in (FAILED, WAITS) and not trail.open and not trail.is_run_here:
-                entry["before"] = int(trail.attempts[-1].name.partition("-")[2])
+            history = read_history(store, book, name, experiment.before[name])
+            found = standing(experiment.cells[name]["policy"], history.results)
+            if found in (FAILED, WAITS) and not history.open and not history.is_run_here:
+                entry["before"] = int(history.attempts[-1].name.partition("-")[2])
         write_json(folder / INDEX, index)
