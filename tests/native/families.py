@@ -13,6 +13,9 @@ from deepseek_v41_toy import CONSTANT, PADDING
 from deepseek_v41_toy import TOY as DEEPSEEK_V41
 from dense_families import MEDIA
 from dense_families import VARIANTS as DENSE
+from dspark_engine import CONSTANT as DSPARK_CONSTANT
+from dspark_engine import GIVEN as DSPARK_GIVEN
+from dspark_engine import TOYS as DSPARK
 from family_engine import family, make_spec
 from gpt_oss_engine import CONFIGS as GPT_OSS
 from k3_engine import NEW, OLD, generate, held_bytes, prompts
@@ -126,6 +129,18 @@ TOYS: dict[str, Toy] = {
         )
         for name, config in DENSE.items()
     },
+}
+TOYS |= {
+    f"{name}_dspark": Toy(
+        config,
+        DSPARK_GIVEN,
+        [(2, 1, 1), (2, 2, 2), (2, 2, 4), (1, 4, 4)],
+        MEGA_MOE,
+        constant=DSPARK_CONSTANT,
+        padding=TOYS[name].padding,
+        drafter=True,
+    )
+    for name, config in DSPARK.items()
 }
 _FOLDER = TemporaryDirectory(prefix="families-")
 

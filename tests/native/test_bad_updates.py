@@ -1,6 +1,7 @@
 """Bad input of every kind: the engine says what is wrong and either serves on unchanged or never serves again."""
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,15 +133,15 @@ def test_an_update_that_cannot_be_taken_is_refused_untouched(
 # Streams that break off ----------------------------------------------------------------------------
 
 
-class _Sends(Loader):
+class _Sends(Loader, ABC):
     """What the sender does wrong from the first update on."""
 
     def _pieces(self, reader: Reader) -> Iterator[Incoming]:
         pieces = super()._pieces(reader)
         return self.broken(pieces) if self.lifecycle.via in UPDATES and self.name == "target" else pieces
 
-    def broken(self, pieces: Iterator[Incoming]) -> Iterator[Incoming]:
-        raise NotImplementedError
+    @abstractmethod
+    def broken(self, pieces: Iterator[Incoming]) -> Iterator[Incoming]: ...
 
 
 class _EndsEarly(_Sends):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
-from slurm_runs import Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
 
 from orchestrator import slurm
 from orchestrator.planning import plan
