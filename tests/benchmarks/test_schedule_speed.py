@@ -1,12 +1,14 @@
 """Submission and status stay quick and call Slurm seldom, whatever the number of cells; waves cost little time.
 
 A fake Slurm counts calls: a thousand jobs would take a real one minutes. tests/cluster measures fewer on a real one.
-Processor time is asserted where the suite's other processes would make the clock lie, and both are printed.
+Processor time is asserted where the suite's other processes would make the clock lie, as a ratio to work that the
+machine does beside; seconds are printed.
 """
 
 import copy
 import heapq
 import io
+import json
 import math
 import resource
 import sys
@@ -31,7 +33,10 @@ from orchestrator.store import Store
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 
-CELLS, SUBMIT_S, STATUS_S = 1000, 10.0, 1.0
+CELLS = 1000
+# Of the time of reading and parsing all cells once, which another machine takes longer for as well. On an idle one the
+# submission takes 2 to 4 s (wanted: 10), the status half a second (wanted: 1).
+MOST_SUBMIT, MOST_STATUS = 90.0, 20.0
 MANY, NODES, PLAN_S, MEMORY = 10_000, 1000, 60.0, 2 << 30
 BATCH = ["cluster=slurm", "cluster.partition=batch", "cluster.partition_limit=1-00:00:00", "collect=tensors"]
 
@@ -47,6 +52,11 @@ def timed(what: str, work: Callable[[], object]) -> float:
     cpu = processor_seconds() - began
     print(f"{what}: {cpu:.2f} s of processor time, {time.perf_counter() - wall:.2f} s on the clock")
     return cpu
+
+
+def parse_cells(store: Store) -> None:
+    for path in store.cells.glob("*/cell.json"):
+        json.loads(path.read_text())
 
 
 def seeded(made: Plan, count: int) -> dict[str, Cell]:
@@ -77,10 +87,11 @@ def test_a_thousand_cells_are_submitted_and_shown(cluster: Cluster, tmp_path: Pa
     cpu = timed(f"submission of {CELLS} cells in arrays of {limit}", submit)
     calls = cluster.calls()
     assert calls.count("sbatch") == math.ceil(CELLS / limit)
-    assert cpu <= SUBMIT_S
+    read = min(timed("reading all cells", lambda: parse_cells(store)) for _ in range(3))
+    assert cpu <= MOST_SUBMIT * read
     out = io.StringIO()
     cpu = timed(f"status of {CELLS} cells", lambda: show_status(store, [], Console(file=out)))
-    assert cpu <= STATUS_S
+    assert cpu <= MOST_STATUS * read
     assert out.getvalue().count("PENDING") == CELLS
     assert cluster.calls() == ["squeue"]
     cpu = timed(
