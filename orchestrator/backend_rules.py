@@ -4,8 +4,9 @@ from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from orchestrator import engine_env, text
+from orchestrator.cell import FRESH
 from orchestrator.cluster_rules import one_of
-from orchestrator.plan import FRESH, cell_arms
+from orchestrator.freeze import cell_arms
 from orchestrator.rule_parts import Problems, plain
 from orchestrator.schema import Root
 

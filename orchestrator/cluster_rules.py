@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from orchestrator import slurm, text
-from orchestrator.plan import cell_arms
+from orchestrator.freeze import cell_arms
 from orchestrator.provenance import SOURCES
 from orchestrator.provenance import tree as source_tree
 from orchestrator.schema import Cluster, Root

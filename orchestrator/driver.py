@@ -20,11 +20,11 @@ from rich.console import Console
 
 from collectors.records import RecordWriter
 from orchestrator import gang, jobs, preflight, provenance, slurm, upstream
+from orchestrator.cell import Cell, cell_id, second_run
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.attempt import CRASH
 from orchestrator.judge.policy import combine, judge_attempt
 from orchestrator.launch import Allocation, GangSet, find_allocation
-from orchestrator.plan import Cell, cell_id, second_run
 from orchestrator.progress import Display, display
 from orchestrator.publish import publish
 from orchestrator.result import unjudged

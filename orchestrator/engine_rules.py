@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 
 from orchestrator import engine_env
-from orchestrator.plan import arm_environment, cell_arms
+from orchestrator.freeze import arm_environment, cell_arms
 from orchestrator.schema import Root
 
 

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from orchestrator import follow, provenance, submit
+from orchestrator.cell import Cell
 from orchestrator.failure import Failure
 from orchestrator.history import INDEX, Experiment, load, read_history
 from orchestrator.jobs import Book
 from orchestrator.judge.policy import combine, judge_attempt
-from orchestrator.plan import Cell
 from orchestrator.planning import Plan, Planned
 from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged

@@ -6,10 +6,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from orchestrator.cell import FRESH_VIA, cell_id
 from orchestrator.checkpoint_rules import checkpoint_problems
 from orchestrator.compose import Composed, ConfigError, compose, group_options
 from orchestrator.engine_rules import engine_problems
-from orchestrator.plan import FRESH_VIA, cell_id, freeze
+from orchestrator.freeze import freeze
 from orchestrator.planning import Planned
 from orchestrator.rules import problems
 from orchestrator.scenario_rules import VIA

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.attempts import DONE, FAILED, WAITS, standing
+from orchestrator.cell import Cell
 from orchestrator.jobs import JOB, Book, Task
-from orchestrator.plan import Cell
 from orchestrator.store import Store, StoreError, read_json, write_json
 
 Json = dict[str, Any]

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from collectors.gsm8k.questions import Gsm8kError
+from orchestrator.cell import Cell, cell_id
 from orchestrator.checkpoint_rules import checkpoint_problems
 from orchestrator.compose import Composed, ConfigError, compose
 from orchestrator.engine_rules import engine_problems
-from orchestrator.plan import Cell, cell_id, freeze
+from orchestrator.freeze import freeze
 from orchestrator.provenance import ProvenanceError
 from orchestrator.rules import problems
 from orchestrator.schema import Root

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from orchestrator.cell import Cell
 from orchestrator.engine_env import EngineEnvironmentError, engine_problems
 from orchestrator.failure import AttemptError
 from orchestrator.launch import STEP_SCRIPT, Allocation
-from orchestrator.plan import Cell
 from orchestrator.staging import interpreter
 from orchestrator.store import Store
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from collectors.records import rank_file
+from orchestrator.cell import FRESH
 from orchestrator.judge.attempt import PER_RANK, REFERENCE
-from orchestrator.plan import FRESH
 from orchestrator.staging import ArmGangs, move_in
 from orchestrator.store import Store, sync_folder, write_json
 from workloads.spec import GangSpec

@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from orchestrator.cell import Cell
 from orchestrator.failure import Failure
-from orchestrator.plan import Cell
 
 
 def unjudged(cell: Cell, cell_id: str, attempt: str, verdict: str, failure: Failure) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cell import Cell, canonical
 from orchestrator.jobs import COMMENT, TASKS
-from orchestrator.plan import Cell, canonical
 from orchestrator.provenance import checkout
 from orchestrator.text import seconds
 

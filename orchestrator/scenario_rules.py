@@ -5,8 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from orchestrator.cell import FRESH
+from orchestrator.freeze import cell_arms
 from orchestrator.judge.attempt import BASE, WITHOUT_LIFECYCLE, is_load
-from orchestrator.plan import FRESH, cell_arms
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import COLLECTORS, Check, Root
 from orchestrator.schema import RULES as CHECK_RULES

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan import Cell, references, saved_state, served
+from orchestrator.cell import Cell, references, saved_state, served
 from orchestrator.sbatch import shape
 from orchestrator.starts import ARMS
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import slurm
+from orchestrator.cell import Cell
 from orchestrator.failure import Failure, tail
 from orchestrator.jobs import Batch, Book, Task
-from orchestrator.plan import Cell
 from orchestrator.result import unjudged
 from orchestrator.store import RESULT, Store, write_json
 from orchestrator.submit import Report, Submission

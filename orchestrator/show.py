@@ -13,7 +13,8 @@ from rich.table import Table
 
 from orchestrator import memory
 from orchestrator.architectures import architecture
-from orchestrator.plan import Cell, Reference, canonical, cell_arms, references
+from orchestrator.cell import Cell, Reference, canonical, references
+from orchestrator.freeze import cell_arms
 from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
 from orchestrator.scheduling import levels, needs

@@ -15,11 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from collectors.gsm8k import questions as gsm8k
-from orchestrator.engine_env import environment_python
-from orchestrator.failure import AttemptError
-from orchestrator.judge.attempt import again_folder
-from orchestrator.launch import Allocation, GangSet, free_port, master_address
-from orchestrator.plan import (
+from orchestrator.cell import (
     FRESH,
     FRESH_VIA,
     Cell,
@@ -31,6 +27,10 @@ from orchestrator.plan import (
     second_run,
     served,
 )
+from orchestrator.engine_env import environment_python
+from orchestrator.failure import AttemptError
+from orchestrator.judge.attempt import again_folder
+from orchestrator.launch import Allocation, GangSet, free_port, master_address
 from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.spec import GangSpec, Sampling, Step

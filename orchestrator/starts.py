@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from orchestrator.plan import Cell, Reference, references, saved_state, second_run, served
+from orchestrator.cell import Cell, Reference, references, saved_state, second_run, served
 
 ARMS = ("base", "candidate")  # in the order in which a driver runs them
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from orchestrator.plan import Cell, cell_id, references
+from orchestrator.cell import Cell, cell_id, references
 from workloads.loading.paths import MANIFEST
 
 FINISHED = ("PASS", "FAIL", "INCONCLUSIVE", "NOT_RUN")  # an ERROR is no measurement: it is tried again

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import provenance, quarantine, slurm, upstream
+from orchestrator.cell import Cell
 from orchestrator.failure import Failure
 from orchestrator.jobs import Batch, Book, Task, new_batch_dir, write_batch
-from orchestrator.plan import Cell
 from orchestrator.result import unjudged
 from orchestrator.sbatch import script
 from orchestrator.scheduling import Array, Needs, arrays

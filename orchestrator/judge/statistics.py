@@ -5,8 +5,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy.stats import binomtest, norm
-
 
 @dataclass(frozen=True)
 class Paired:
@@ -39,6 +37,8 @@ def paired(left: Sequence[bool], right: Sequence[bool], confidence: float = 0.95
 
     Raises ValueError for no questions or different numbers of them.
     """
+    from scipy.stats import binomtest, norm  # takes a second, and few attempts compare accuracy
+
     if not left or len(left) != len(right):
         raise ValueError(
             f"Pairing needs the same questions on both sides: {len(left)} and {len(right)} are given."

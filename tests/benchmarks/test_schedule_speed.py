@@ -22,9 +22,9 @@ import pytest
 from rich.console import Console
 
 from orchestrator import experiment
+from orchestrator.cell import Cell, cell_id
 from orchestrator.follow import advance
 from orchestrator.history import load
-from orchestrator.plan import Cell, cell_id
 from orchestrator.planning import Plan, plan
 from orchestrator.scheduling import Array, arrays, needs
 from orchestrator.status import show_status

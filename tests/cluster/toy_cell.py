@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import driver, upstream
+from orchestrator.cell import Cell, references
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.plan import Cell, references
 from orchestrator.result import unjudged
 from orchestrator.store import Store
 

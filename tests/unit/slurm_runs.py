@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from fake_slurm import Cluster
 
+from orchestrator.cell import references
 from orchestrator.experiment import start
 from orchestrator.failure import Failure
 from orchestrator.follow import Look, advance
 from orchestrator.history import Experiment, load
-from orchestrator.plan import references
 from orchestrator.planning import Plan, plan
 from orchestrator.result import unjudged
 from orchestrator.store import Store, write_json

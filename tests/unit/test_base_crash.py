@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from judge_fixtures import World
 
+from orchestrator.cell import cell_id
 from orchestrator.compose import compose
+from orchestrator.freeze import cell_arms, freeze
 from orchestrator.judge.attempt import CRASH
-from orchestrator.plan import cell_arms, cell_id, freeze
 from orchestrator.report.rows import arm_summary, base_verdict, change
 from orchestrator.report.table import print_table
 

@@ -8,10 +8,10 @@ import pytest
 from fake_engine import pretend_installed
 
 from orchestrator import preflight
+from orchestrator.cell import cell_id, references
 from orchestrator.compose import ConfigError
 from orchestrator.engine_env import environment_folder, environment_identity
 from orchestrator.failure import AttemptError
-from orchestrator.plan import cell_id, references
 from orchestrator.planning import plan
 from orchestrator.staging import interpreter
 from orchestrator.store import Store

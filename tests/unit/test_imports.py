@@ -18,7 +18,18 @@ class Refuse:
 
 sys.meta_path.insert(0, Refuse())
 """
-MODULES = ["cli", "driver", "experiment", "gang", "plan", "status", "store", "submit", "judge.policy"]
+MODULES = [
+    "cell",
+    "cli",
+    "driver",
+    "experiment",
+    "freeze",
+    "gang",
+    "status",
+    "store",
+    "submit",
+    "judge.policy",
+]
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -48,5 +59,14 @@ def test_planning_imports_nothing_heavy() -> None:
     done = run(
         "from orchestrator.planning import plan; plan(['cluster.memory_gb=2']);"
         "print({'numpy', 'scipy', 'jinja2', 'submitit'} & set(sys.modules))"
+    )
+    assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+def test_the_driver_starts_without_what_only_planning_or_statistics_need() -> None:
+    """Each takes longer to import than all else that the driver imports, and every job of a sweep starts one."""
+    done = run(
+        "import orchestrator.driver;"
+        "print({'hydra', 'omegaconf', 'numpy', 'scipy', 'jinja2', 'submitit'} & set(sys.modules))"
     )
     assert done.stdout.strip() == "set()", done.stdout + done.stderr

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from orchestrator.cell import saved_state
 from orchestrator.compose import compose
 from orchestrator.judge.attempt import timeline
 from orchestrator.judge.lifecycle import violations
-from orchestrator.plan import saved_state
 from orchestrator.planning import plan
 from orchestrator.rules import problems
 from orchestrator.staging import ArmGangs, Staged, arm_gangs

@@ -9,8 +9,8 @@ import pytest
 from fake_engine import pretend_installed
 
 from collectors.records import RecordWriter, rank_file
+from orchestrator.cell import references, second_run, served
 from orchestrator.judge.attempt import open_attempt
-from orchestrator.plan import references, second_run, served
 from orchestrator.planning import plan
 from orchestrator.publish import publish
 from orchestrator.staging import ArmGangs, Staged, arm_gangs, second_gang

@@ -17,9 +17,10 @@ from hydra._internal.utils import create_config_search_path
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
+from orchestrator.cell import canonical, cell_id, digest, references
 from orchestrator.compose import compose, conf_dir
 from orchestrator.engine_env import known
-from orchestrator.plan import canonical, cell_id, digest, freeze, references
+from orchestrator.freeze import freeze
 from orchestrator.planning import plan
 from orchestrator.provenance import checkout, source_hash
 from orchestrator.sbatch import script, segment_nodes
