@@ -6,9 +6,9 @@ from pathlib import Path
 
 from orchestrator import slurm, text
 from orchestrator.freeze import cell_arms
-from orchestrator.provenance import SOURCES
 from orchestrator.provenance import tree as source_tree
 from orchestrator.schema import Cluster, Root
+from workloads.source import SOURCES
 
 Problems = Iterator[str]
 

@@ -1,7 +1,6 @@
 """Which code, packages and machine made a result, without secrets; and the hash that identifies a source tree."""
 
 import hashlib
-import importlib.metadata
 import io
 import os
 import platform
@@ -15,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.text import SECRET_NAME
+from workloads.source import ENGINE_PACKAGES, SOURCES, files_hash, files_in, package_versions
 
-SOURCES = ("workloads", "collectors")  # what runs beside the engine and makes the records
-PACKAGES = ("torch", "numpy", "safetensors", "triton", "deep_gemm", "vllm", "ray", "hydra-core", "submitit")
+PACKAGES = (*ENGINE_PACKAGES, "hydra-core", "submitit")
 REDACTED = "<redacted>"
 THIS = "this"
 
@@ -41,7 +40,7 @@ def collect() -> dict[str, Any]:
     return {
         "git": git_state(checkout()),
         "source": source_hash(checkout()),
-        "packages": package_versions(),
+        "packages": package_versions(PACKAGES),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "host": socket.gethostname(),
@@ -62,16 +61,6 @@ def _without_credentials(value: str) -> str:
     scheme, separator, rest = value.partition("://")
     user, at, host = rest.partition("@")
     return f"{scheme}://{REDACTED}@{host}" if separator and at and "/" not in user else value
-
-
-def package_versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def git_state(tree: Path) -> dict[str, Any]:
@@ -103,24 +92,12 @@ def resolve_commit(tree: Path, revision: str) -> str:
 @cache
 def source_hash(tree: Path, commit: str | None = None) -> str:
     """SHA-256 over names and contents of workloads/ and collectors/, as they lie there or at `commit`."""
-    files = _files_at(tree, commit) if commit is not None else _files_in(tree)
-    total = hashlib.sha256()
-    count = 0
-    for name, content in sorted(files):
-        total.update(f"{name}\0{hashlib.sha256(content).hexdigest()}\n".encode())
-        count += 1
-    if count == 0:
+    found = files_hash(_files_at(tree, commit) if commit is not None else files_in(tree))
+    if found is None:
         raise ProvenanceError(
             f"{tree} holds no workloads/ and collectors/: an arm's path must be a source tree of this project."
         )
-    return total.hexdigest()
-
-
-def _files_in(tree: Path) -> Iterable[tuple[str, bytes]]:
-    for folder in SOURCES:
-        for path in (tree / folder).rglob("*"):
-            if path.is_file() and "__pycache__" not in path.parts:
-                yield path.relative_to(tree).as_posix(), path.read_bytes()
+    return found
 
 
 def _files_at(tree: Path, commit: str) -> Iterable[tuple[str, bytes]]:

@@ -31,8 +31,9 @@ from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.judge.attempt import again_folder
 from orchestrator.launch import Allocation, GangSet, free_port, master_address
-from orchestrator.provenance import SOURCES, checkout, folder_state, source_hash
+from orchestrator.provenance import checkout, folder_state, source_hash
 from orchestrator.store import Store
+from workloads.source import SOURCES
 from workloads.spec import GangSpec, Sampling, Step
 
 SAVED = "saved"  # folder below a reference's, of the files that it wrote for other starts

@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator import provenance
 from orchestrator.store import write_json
+from workloads.source import package_versions
 
 CANARY = "canary-5f2b9c"
 
@@ -81,6 +82,6 @@ def test_source_hash_follows_names_and_contents(tmp_path: Path) -> None:
 
 
 def test_package_versions_name_what_is_installed() -> None:
-    versions = provenance.package_versions()
+    versions = package_versions(provenance.PACKAGES)
     assert versions["hydra-core"].startswith("1.3")
     assert "vllm" not in versions or versions["vllm"]
