@@ -76,6 +76,12 @@ CAUSES = (
         "engine wrote does; start from safetensors, or run on GPUs",
     ),
     _cause(
+        r"combine_hidden_states[\s\S]*is invalid for input of size",
+        "the drafter reads hidden states of more layers than the target gave it, as EAGLE-3 by default does beside a "
+        "target of two layers: name as many layers as its `fc` reads, and the target has, in "
+        "eagle_config.eagle_aux_hidden_state_layer_ids of the drafter's config.json",
+    ),
+    _cause(
         r"No common block size for",
         "the attention kernel takes blocks of the KV cache of other sizes, which the message lists: leave "
         "backend.options.block_size out, or set one of them",

@@ -218,6 +218,12 @@ SAID = [
         "rank_failed",
     ),
     ("model type `x` but Transformers does not recognize this architecture.", "architecture", "rank_failed"),
+    (
+        "target_hidden_states = self.model.combine_hidden_states(\n"
+        "RuntimeError: shape '[-1, 768]' is invalid for input of size 69632",
+        "eagle_aux_hidden_state_layer_ids",
+        "rank_failed",
+    ),
     ("RuntimeError: Cannot find any model weights with `/weights`", "checkpoint is missing", "rank_failed"),
     (
         "FileNotFoundError: Weight files referenced in index but missing: {'/w/x'}",
