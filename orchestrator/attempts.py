@@ -8,6 +8,8 @@ from orchestrator.store import UPSTREAM, is_measured
 Json = Mapping[str, Any]
 
 NEW, DONE, AGAIN, FAILED, WAITS = "new", "done", "again", "failed", "waits"
+# Failure types of the code under test and of ours: the same cell fails so again, on whichever machine.
+DEFECTS = {"rank_failed", "checkpoint", "unusable", "code", "judge", "driver"}
 
 
 def standing(policy: Json, results: Sequence[Json]) -> str:
@@ -21,13 +23,14 @@ def standing(policy: Json, results: Sequence[Json]) -> str:
     last = results[-1]
     if is_measured(last):
         return DONE
-    kind = _kind(last)
+    kind = failure_type(last)
     if kind == UPSTREAM:
         return WAITS
-    tried = [_kind(result) for result in results if _kind(result) != UPSTREAM]
+    tried = [failure_type(result) for result in results if failure_type(result) != UPSTREAM]
     budget = policy["retries"].get(kind, 0)
     return AGAIN if tried.count(kind) <= budget and len(tried) < policy["max_attempts"] else FAILED
 
 
-def _kind(result: Json) -> str:
+def failure_type(result: Json) -> str:
+    """ "" of a result without a failure."""
     return str(result["error"]["type"]) if result["error"] is not None else ""

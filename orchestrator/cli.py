@@ -134,7 +134,7 @@ def _run_plan(made: Plan, argv: list[str], watch: bool) -> int:
             "sbatch is not on the PATH: submit from a login node of the cluster, or set cluster=local."
         )
     store, out = Store.open(made.store), console()
-    return experiment.run(store, made, experiment.start(store, made, argv), out, watch)
+    return experiment.run(store, experiment.start(store, made, argv), out, watch)
 
 
 def _submit(made: Plan, argv: list[str], watch: bool) -> int:

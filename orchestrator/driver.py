@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from collectors.records import RecordWriter
-from orchestrator import gang, jobs, preflight, provenance, slurm, upstream
+from orchestrator import cancelled, gang, jobs, preflight, provenance, slurm, upstream
 from orchestrator.cell import Cell, cell_id, second_run
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.attempt import CRASH
@@ -120,7 +120,7 @@ def drive(cell: Cell, store: Store, attempt: Path) -> dict[str, Any]:
             recorder = Recorder(events, shown)
             result = measure(cell, store, attempt, recorder)
     except AttemptError as error:
-        result = _failed(cell, attempt, error.failure)
+        result = _failed(cell, attempt, cancelled.explained(attempt, error.failure))
     except Exception as error:
         log.exception("attempt %s", attempt)
         result = _failed(cell, attempt, _unexpected(error))

@@ -1,37 +1,30 @@
 """Runs the cells of an experiment that are not finished, then writes its verdict and reports."""
 
-import os
-import signal
-import subprocess
+import socket
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-from orchestrator import follow, provenance, submit
+from orchestrator import follow, submit
 from orchestrator.cell import Cell
 from orchestrator.failure import Failure
-from orchestrator.history import INDEX, Experiment, load, read_history
+from orchestrator.here import run_here
+from orchestrator.history import INDEX, Experiment, lacking, load, read_cell, read_history, read_index
 from orchestrator.jobs import Book
 from orchestrator.judge.policy import combine, judge_attempt
-from orchestrator.planning import Plan, Planned
+from orchestrator.planning import Plan
 from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
 from orchestrator.starts import cheapest_order
 from orchestrator.store import RESULT, Store, read_json, write_json
 
 Json = dict[str, Any]
-DRIVER_STOP_S = 60  # for a driver to stop its gangs and write its result
-
-
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
 
 
 def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
@@ -52,6 +45,7 @@ def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
     index = {
         "experiment": folder.name,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": socket.gethostname(),
         "command": list(command),
         "rerun": plan.rerun,
         "cells": cells,
@@ -66,29 +60,28 @@ def _ended(store: Store, cell: str) -> int:
     return int(ended[-1].name.partition("-")[2]) if ended else 0
 
 
-def run(store: Store, plan: Plan, folder: Path, out: Console, watch: bool) -> int:
-    """Runs what is missing: on Slurm, which is followed to the end only with `watch`, and on this machine. Returns the
-    exit code of the verdict; of what was submitted and not followed, 3 where Slurm refused something, else 0."""
-    missing = [one for one in plan.cells if plan.rerun or store.finished(one.id) is None]
-    local = [one for one in missing if one.cell["cluster"]["kind"] == "local"]
-    local = [local[number] for number in cheapest_order([one.cell for one in local])]
+def run(store: Store, folder: Path, out: Console, watch: bool) -> int:
+    """Runs what an experiment lacks: on Slurm, which is followed to the end only with `watch`, and on this machine.
+    Returns the exit code of the verdict; of what was submitted and not followed, 3 where Slurm refused something, else
+    0."""
+    labels = {entry["id"]: entry["labels"] for entry in read_index(folder)["cells"]}
+    here, remote = load(store, folder, on_slurm=False), load(store, folder)
+    local, jobs = lacking(store, here), lacking(store, remote)
+    local = [local[number] for number in cheapest_order([here.cells[name] for name in local])]
     _refuse_busy(store, local)
-    out.print(f"{escape(folder.name)}: cells {len(plan.cells)}, to run {len(missing)}")
-    remote = load(store, folder)
+    out.print(f"{escape(folder.name)}: cells {len(labels)}, to run {len(local) + len(jobs)}")
     look = bring_on(store, remote, out) if remote.cells else follow.Look(is_over=True)
-    chosen = {
-        one.id: Path(store.cell_dir(one.id), str(r["attempt"])) for one, r in _finished(store, plan, missing)
-    }
-    for number, one in enumerate(local, 1):
-        out.print(f"\ncell {number} of {len(local)}, {one.id[:12]}: {escape(_labels(one))}", soft_wrap=True)
-        chosen[one.id] = run_here(store, one)
+    for number, name in enumerate(local, 1):
+        of = " ".join(f"{key}={value}" for key, value in labels[name].items())
+        out.print(f"\ncell {number} of {len(local)}, {name[:12]}: {escape(of)}", soft_wrap=True)
+        run_here(store, here, name)
     if watch and remote.cells:
         follow.watch(store, remote, plainly(out))
     elif not look.is_over:
         return _detached(store, remote, look, folder, out)
-    chosen |= attempts_that_count(store, remote)
+    chosen = attempts_that_count(store, here) | attempts_that_count(store, remote)
     code = conclude(store, folder, chosen, out)
-    _mirror(store, [chosen[one.id] for one in missing if one.id in chosen], out)
+    _mirror(store, [chosen[name] for name in (*local, *jobs) if name in chosen], out)
     return code
 
 
@@ -152,75 +145,21 @@ def _mirror(store: Store, attempts: Sequence[Path], out: Console) -> None:
             out.print(f"{error}", soft_wrap=True)
 
 
-def _finished(store: Store, plan: Plan, missing: Sequence[Planned]) -> list[tuple[Planned, Json]]:
-    started = {one.id for one in missing}
-    found = [(one, store.finished(one.id)) for one in plan.cells if one.id not in started]
-    return [(one, result) for one, result in found if result is not None]
-
-
-def _refuse_busy(store: Store, cells: Sequence[Planned]) -> None:
+def _refuse_busy(store: Store, cells: Sequence[str]) -> None:
     """Before anything runs: a cell that another process runs is a usage error."""
-    for one in cells:
-        with store.locked(one.id):
+    for name in cells:
+        with store.locked(name):
             pass
-
-
-def _labels(one: Planned) -> str:
-    return " ".join(f"{key}={value}" for key, value in one.cell["labels"].items())
-
-
-def run_here(store: Store, one: Planned) -> Path:
-    """One attempt in a driver of its own, which has the terminal; returns its folder, always with a result."""
-    with store.locked(one.id) as locks:
-        store.write_cell(one.cell)
-        attempt = store.new_attempt(one.id)
-        write_json(attempt / "provenance.json", provenance.collect())
-        code = _drive(attempt, locks)
-        if store.result(attempt) is None:
-            how = (
-                f"was ended by signal {signal.Signals(-code).name}"
-                if code < 0
-                else f"exited with code {code}"
-            )
-            failure = Failure("lost", f"The driver {how} and left no {RESULT}; see {attempt / 'driver.log'}.")
-            write_json(attempt / RESULT, unjudged(one.cell, one.id, attempt.name, "ERROR", failure))
-        return attempt
-
-
-def _drive(attempt: Path, locks: Sequence[int]) -> int:
-    """Exit code of `orchestrator.driver`. It inherits the cell's lock, so that the lock lasts as long as it runs."""
-    paths = [str(provenance.checkout()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    driver = subprocess.Popen(
-        [sys.executable, "-u", "-m", "orchestrator.driver", str(attempt)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        pass_fds=locks,
-    )
-    before = signal.signal(signal.SIGTERM, _terminated)
-    try:
-        return driver.wait()
-    except KeyboardInterrupt:
-        driver.terminate()
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        try:
-            driver.wait(DRIVER_STOP_S)
-        except subprocess.TimeoutExpired:
-            driver.kill()
-            driver.wait()
-
-
-def _terminated(_number: int, _frame: FrameType | None) -> None:
-    raise Terminated
 
 
 def conclude(store: Store, folder: Path, chosen: Mapping[str, Path], out: Console) -> int:
     """Notes which attempts count, and writes verdict and reports from their results."""
-    index = read_json(folder / INDEX)
-    for entry in index["cells"]:
-        if entry["id"] in chosen:
-            entry["attempt"] = chosen[entry["id"]].name
-    write_json(folder / INDEX, index)
+    with store.submitting():  # another operator may resume the experiment, which changes the same file
+        index = read_index(folder)
+        for entry in index["cells"]:
+            if entry["id"] in chosen:
+                entry["attempt"] = chosen[entry["id"]].name
+        write_json(folder / INDEX, index)
     return write_verdict(store, folder, out)
 
 
@@ -245,7 +184,7 @@ def write_verdict(
     from orchestrator.report.markdown import markdown
     from orchestrator.report.table import print_table
 
-    index = read_json(folder / INDEX)
+    index = read_index(folder)
     results = []
     for entry in index["cells"]:
         results += _results(store, entry, revise)
@@ -261,7 +200,7 @@ def write_verdict(
 
 def _results(store: Store, entry: Json, revise: Callable[[Cell, Path, Json], Json] | None) -> list[Json]:
     """Results of a cell up to the attempt that counts; one that says NOT_RUN when there is none."""
-    cell: Cell = read_json(store.cell_dir(entry["id"]) / "cell.json")
+    cell = read_cell(store, entry["id"])
     attempts = [path for path in store.attempts(entry["id"]) if path.name <= (entry["attempt"] or "~")]
     found = [(path, result) for path in attempts if (result := store.result(path)) is not None]
     if not found:

@@ -1,11 +1,11 @@
-"""Which attempts at the cells of an experiment on Slurm belong to it, and where each cell stands."""
+"""Which attempts at the cells of an experiment belong to it, and where each cell stands."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.attempts import DONE, FAILED, WAITS, standing
+from orchestrator.attempts import DEFECTS, DONE, FAILED, WAITS, failure_type, standing
 from orchestrator.cell import Cell
 from orchestrator.jobs import JOB, Book, Task
 from orchestrator.store import Store, StoreError, read_json, write_json
@@ -16,8 +16,8 @@ INDEX = "cells.json"  # of an experiment
 
 @dataclass(frozen=True)
 class Experiment:
-    """The cells of an experiment that run on Slurm. before: number of the last attempt of a cell that does not
-    belong to the experiment. rerun: results of other experiments do not count."""
+    """The cells of an experiment that run on Slurm, or those that do not. before: number of the last attempt of a
+    cell that does not belong to the experiment. rerun: results of other experiments do not count."""
 
     name: str
     cells: Mapping[str, Cell]
@@ -35,10 +35,39 @@ class History:
     is_run_here: bool = False
 
 
-def load(store: Store, folder: Path) -> Experiment:
+def read_index(folder: Path) -> Json:
+    """`cells.json` of an experiment. Raises StoreError when it is damaged."""
     index = read_json(folder / INDEX)
-    cells = {entry["id"]: read_json(store.cell_dir(entry["id"]) / "cell.json") for entry in index["cells"]}
-    chosen = {name: cell for name, cell in cells.items() if cell["cluster"]["kind"] == "slurm"}
+    cells = index.get("cells") if isinstance(index, dict) else None
+    if not isinstance(cells, list) or not cells or not all(map(_is_entry, cells)):
+        raise StoreError(
+            f"{folder / INDEX} is damaged: it lists no cells. Run the experiment's command again: finished cells are "
+            "found and reused."
+        )
+    return dict(index)
+
+
+def _is_entry(cell: Any) -> bool:
+    return isinstance(cell, dict) and isinstance(cell.get("id"), str) and isinstance(cell.get("labels"), dict)
+
+
+def read_cell(store: Store, name: str) -> Cell:
+    """Raises StoreError when it is not there."""
+    path = store.cell_dir(name) / "cell.json"
+    cell = read_json(path)
+    if not isinstance(cell, dict):
+        raise StoreError(
+            f"{path} is not there, or damaged: what was in the folder of cell {name[:12]} is lost. Run the "
+            "experiment's command again: it writes the cell and runs it."
+        )
+    return cell
+
+
+def load(store: Store, folder: Path, on_slurm: bool = True) -> Experiment:
+    """Its cells that run on Slurm, or those that run where their experiment does. Raises StoreError."""
+    index = read_index(folder)
+    cells = {entry["id"]: read_cell(store, entry["id"]) for entry in index["cells"]}
+    chosen = {name: cell for name, cell in cells.items() if (cell["cluster"]["kind"] == "slurm") == on_slurm}
     before = {entry["id"]: entry.get("before", 0) for entry in index["cells"]}
     return Experiment(folder.name, chosen, before, index.get("rerun", False))
 
@@ -55,16 +84,8 @@ def read_history(store: Store, book: Book, name: str, before: int) -> History:
         elif (task := book.task(attempt)) is not None:
             history.open.append(task)
         else:  # of a process on this machine, or of a submitter that died before it had written everything
-            history.is_run_here = _is_locked(store, name)
+            history.is_run_here = store.holder(name) is not None
     return history
-
-
-def _is_locked(store: Store, name: str) -> bool:
-    try:
-        with store.locked(name):
-            return False
-    except StoreError:
-        return True
 
 
 def stands(store: Store, experiment: Experiment, name: str, history: History) -> str:
@@ -81,17 +102,34 @@ def still_waits(store: Store, history: History) -> bool:
     return any(store.result(maker) is None for maker in makers)
 
 
-def renew(store: Store, folder: Path) -> None:
-    """Gives cells of an experiment that failed for good new budgets: their attempts so far no longer belong to it."""
+def lacking(store: Store, experiment: Experiment) -> list[str]:
+    """Cells that run, or are to run: neither measured nor failed for good."""
+    book, found = Book(store), []
+    for name in experiment.cells:
+        history = read_history(store, book, name, experiment.before[name])
+        if stands(store, experiment, name, history) not in (DONE, FAILED):
+            found.append(name)
+    return found
+
+
+def renew(store: Store, folder: Path) -> dict[str, str]:
+    """Gives cells of an experiment that failed for good new budgets: their attempts so far no longer belong to it.
+    Not those that have a defect. By cell, the failure type of the last attempt that has a result."""
+    renewed = {}
     with store.submitting():
-        index, experiment = read_json(folder / INDEX), load(store, folder)
-        book = Book(store)
+        index, book = read_index(folder), Book(store)
+        parts = [load(store, folder, on_slurm) for on_slurm in (True, False)]
         for entry in index["cells"]:
             name = entry["id"]
-            if name not in experiment.cells:
-                continue
+            experiment = next(part for part in parts if name in part.cells)
             history = read_history(store, book, name, experiment.before[name])
             found = standing(experiment.cells[name]["policy"], history.results)
-            if found in (FAILED, WAITS) and not history.open and not history.is_run_here:
-                entry["before"] = int(history.attempts[-1].name.partition("-")[2])
-        write_json(folder / INDEX, index)
+            if found not in (FAILED, WAITS) or history.open or history.is_run_here:
+                continue
+            kind = failure_type(history.results[-1])
+            if kind not in DEFECTS:
+                renewed[name] = kind
+                entry |= {"before": int(history.attempts[-1].name.partition("-")[2]), "attempt": None}
+        if renewed:
+            write_json(folder / INDEX, index)
+    return renewed

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator import slurm
+from orchestrator import cancelled, slurm
 from orchestrator.cell import Cell
 from orchestrator.failure import Failure, tail
 from orchestrator.jobs import Batch, Book, Task
@@ -115,6 +115,7 @@ class Settler:
 
     def _write(self, task: Task, cell: Cell, failure: Failure) -> Json:
         name, attempt = task.attempt.parent.name, task.attempt
+        failure = cancelled.explained(attempt, failure)
         result = unjudged(cell, name, attempt.name, "ERROR", failure)
         write_json(attempt / RESULT, result)
         self._report(f"{name[:12]} {attempt.name}: {failure.type}. {failure.message}")

@@ -160,6 +160,17 @@ class Store:
         with ExitStack() as stack:
             yield [stack.enter_context(_lock(self.cell_dir(cell))) for cell in sorted(set(cells))]
 
+    def holder(self, cell: str) -> str | None:
+        """Who runs or submits a cell now: "process 12 on host since 10:00:00"; None: nobody. Writes nothing."""
+        try:
+            with (self.cell_dir(cell) / "lock").open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return (self.cell_dir(cell) / "lock").read_text().strip() or "another process"
+        return None
+
     @contextmanager
     def submitting(self, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
         """Holds the store's lock of submissions: one process at a time looks at what its cells need and submits it.

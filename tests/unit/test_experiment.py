@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator import experiment
+from orchestrator import experiment, here
 from orchestrator.cli import main
 from orchestrator.failure import Failure
 from orchestrator.provenance import checkout
@@ -47,7 +47,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(experiment, "_drive", made)
+    monkeypatch.setattr(here, "_drive", made)
     return made
 
 
@@ -212,8 +212,8 @@ def test_a_signal_stops_the_driver_first(number: signal.Signals, tmp_path: Path)
     """With a real orchestrator process, whose driver is a script that notes how it was ended."""
     (tmp_path / "orchestrator_driver_stub.py").write_text(SLEEPER)
     code = (
-        "import sys; from pathlib import Path; from orchestrator import experiment; real = experiment.subprocess.Popen;"
-        "experiment.subprocess.Popen = lambda a, **k: real([a[0], sys.argv[1], a[-1]], **k);"
+        "import sys; from pathlib import Path; from orchestrator import here; real = here.subprocess.Popen;"
+        "here.subprocess.Popen = lambda a, **k: real([a[0], sys.argv[1], a[-1]], **k);"
         "from orchestrator.cli import main; main(sys.argv[2:])"
     )
     stub = str(tmp_path / "orchestrator_driver_stub.py")
