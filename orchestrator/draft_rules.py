@@ -2,7 +2,7 @@
 
 from orchestrator.rule_parts import Problems
 from orchestrator.schema import Root
-from workloads.engines.vllm.drafts import OPTION, drafts_inside
+from workloads.engines.vllm.drafts import APART, OPTION, draft_method, drafts_inside
 from workloads.loading.paths import SAVED
 
 
@@ -13,6 +13,8 @@ def problems(root: Root) -> Problems:
     if given:
         yield from _engine(root, given)
         yield from _everywhere(root, given)
+    else:
+        yield from _none(root)
     yield from _saved(root, given)
 
 
@@ -46,6 +48,16 @@ def _engine(root: Root, given: dict[str, str]) -> Problems:
         )
     elif "model" in speculative:
         yield f"backend.options.{OPTION}.model follows from another key: set checkpoints.{name}.draft instead."
+
+
+def _none(root: Root) -> Problems:
+    """A drafter that no checkpoint names is not held against any."""
+    method = draft_method(root.backend)
+    if root.backend.engine == "vllm" and root.backend.url is None and method in APART:
+        yield (
+            f"backend.options.{OPTION}.method is {method!r}, whose drafter has weights of its own, and no checkpoint "
+            "names them: set checkpoints.old.draft and checkpoints.new.draft, as conf/exp/vllm_draft.yaml does."
+        )
 
 
 def _everywhere(root: Root, given: dict[str, str]) -> Problems:

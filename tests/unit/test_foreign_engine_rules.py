@@ -78,6 +78,7 @@ MTP = "+backend.options.speculative_config={method: mtp, num_speculative_tokens:
 VALID = [
     DRAFTED,
     [MTP],
+    [MTP.replace("mtp", "ngram")],
     [],
     ["parallelism=single"],
     ["parallelism={tp: 4, dp: 1, ep: 1, nodes: 1, gpus_per_node: 4}"],  # more ranks than key-value heads
@@ -150,6 +151,10 @@ BROKEN = [
         r"checkpoints\.old\.draft is 'new', and nothing says how drafts are made: set backend\.options\.speculative",
     ),
     (
+        [config(), *INSTALLED, MTP.replace("mtp", "eagle3")],
+        r"speculative_config\.method is 'eagle3', whose drafter has weights of its own, and no checkpoint names them",
+    ),
+    (
         [config(), *INSTALLED, *DRAFTED, "+backend.options.speculative_config.model=/x"],
         r"options\.speculative_config\.model follows from another key: set checkpoints\.old\.draft instead",
     ),
@@ -164,9 +169,12 @@ BROKEN = [
         )
         for via in SAVED
     ),
-    (
-        [config(), *INSTALLED, DRAFTED[0].replace("via: safetensors", "via: tensorizer"), COVERAGE, MTP],
-        r"steps\[0\] starts via tensorizer, .*speculative_config\.method is one whose draft lies in its target's",
+    *(
+        (
+            [config(), *INSTALLED, DRAFTED[0].replace("via: safetensors", "via: tensorizer"), COVERAGE, told],
+            r"steps\[0\] starts via tensorizer, .*speculative_config\.method is one whose draft lies in its target's",
+        )
+        for told in (MTP, MTP.replace("mtp", "mimo_mtp"))
     ),
     (
         ["checkpoints.old.draft=new", "model.architecture=kimi_k3"],
