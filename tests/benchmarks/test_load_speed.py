@@ -19,7 +19,7 @@ from workloads.models.kimi_k3.tensors import sections
 from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism
 
 READ_SHARE = 0.5
-FILL_S = 0.05
+FILL_RATIO = 0.1
 RUNS = 5
 
 
@@ -117,6 +117,18 @@ class Stacked(WeightModule):
             self.add_weight(f"w{number}", Weight((experts, 16, 16), torch.bfloat16, pieces, 1.0))
 
 
+def fill_one_by_one(module: Stacked) -> int:
+    """The same regions, one operation each: the row and the column that every expert leaves."""
+    experts = 0
+    for name in module.weights:
+        for expert in module.get_parameter(name):
+            expert[15:].fill_(1.0)
+            expert[:, 15:].fill_(1.0)
+            experts += 1
+    return 2 * experts
+
+
+@torch.no_grad()
 def test_a_hundred_thousand_regions_are_filled_in_time_and_few_operations() -> None:
     torch.set_num_threads(1)
     few, many = Stacked(50, 10), Stacked(50, 1000)
@@ -129,7 +141,11 @@ def test_a_hundred_thousand_regions_are_filled_in_time_and_few_operations() -> N
     regions = sum(len(weight.placements) for weight in many.weights.values()) * 2
     assert regions == 100_000
     seconds = fastest(lambda: fill_padding(many))
-    print(f"{regions} regions in {seconds * 1000:.1f} ms, {operations[1]} operations")
-    assert seconds <= FILL_S
+    loop = fastest(lambda: fill_one_by_one(few)) * regions / fill_one_by_one(few)
+    print(
+        f"{regions} regions in {seconds * 1000:.1f} ms (at most 50 on an idle machine), {operations[1]} operations; "
+        f"one by one in {loop * 1000:.0f} ms"
+    )
+    assert seconds <= FILL_RATIO * loop
     for name in many.weights:
         assert (narrow(many.get_parameter(name), ((0, 1000), (15, 1), (0, 16))) == 1).all()

@@ -1,4 +1,4 @@
-"""Planning stays quick: one experiment in a few times the imports of its libraries, a thousand in twenty seconds.
+"""Planning stays quick: one experiment in a few times the imports of its libraries, a cell in a third of Hydra's own.
 
 Processor time is asserted and wall time printed: the suite shares its machine.
 """
@@ -87,4 +87,3 @@ def test_a_thousand_cells_are_planned_and_written(tmp_path: Path) -> None:
     assert len(made.cells) == len(stamps) == CELLS
     assert {path: path.stat().st_mtime_ns for path in stamps} == stamps, "cells are written once"
     assert spent / CELLS <= bare / 3
-    assert spent <= 20.0

@@ -37,7 +37,8 @@ CELLS = 1000
 # Of the time of reading and parsing all cells once, which another machine takes longer for as well. On an idle one the
 # submission takes 2 to 4 s (wanted: 10), the status half a second (wanted: 1).
 MOST_SUBMIT, MOST_STATUS = 90.0, 20.0
-MANY, NODES, PLAN_S, MEMORY = 10_000, 1000, 60.0, 2 << 30
+MANY, NODES, MEMORY = 10_000, 1000, 2 << 30
+MOST_SCHEDULE = 20.0  # of the time of hashing all cells once; on an idle machine 4 to 6 s (wanted: 60)
 BATCH = ["cluster=slurm", "cluster.partition=batch", "cluster.partition_limit=1-00:00:00", "collect=tensors"]
 
 
@@ -150,8 +151,9 @@ def test_ten_thousand_cells_on_a_thousand_nodes(tmp_path: Path) -> None:
         f"{took / bound:.3f}; planned in {cpu:.1f} s of processor time, {time.perf_counter() - wall:.1f} s on the "
         f"clock, {peak >> 20} MiB"
     )
+    hashed = timed("their ids alone", lambda: [cell_id(cell) for cell in cells.values()])
     assert took / bound <= 1.25
-    assert cpu <= PLAN_S
+    assert cpu <= MOST_SCHEDULE * hashed
     assert peak <= MEMORY
     assert sum(bool(makers) for makers in of.values()) > MANY // 2, (
         "most cells wait for a reference of another"
