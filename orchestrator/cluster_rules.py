@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrator import slurm, text
 from orchestrator.freeze import cell_arms
 from orchestrator.provenance import tree as source_tree
-from orchestrator.schema import Cluster, Root
+from orchestrator.schema import Cluster, Preflight, Root
 from workloads.source import SOURCES
 
 Problems = Iterator[str]
@@ -70,6 +70,15 @@ def _cluster_text(root: Root) -> Problems:
             )
 
 
+def _bounds(root: Root) -> Problems:
+    for name, usual in vars(Preflight()).items():
+        key, bound = f"cluster.preflight.{name}", getattr(root.cluster.preflight, name)
+        if bound.unit != usual.unit:
+            yield f"{key}.unit is {bound.unit!r}, but it is measured in {usual.unit}: give its bounds in that."
+        if None not in (bound.low, bound.high) and bound.low > bound.high:
+            yield f"{key}.low is {bound.low:g}, above {key}.high={bound.high:g}: nothing lies between them."
+
+
 def _partition_limit(cluster: Cluster) -> int | None:
     if cluster.partition_limit is not None:
         return text.seconds(cluster.partition_limit)
@@ -100,4 +109,4 @@ def _faults(tree: Path, engine: str) -> list[str]:
     return sorted(module.stem for module in modules)
 
 
-RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _cluster_text, _code)
+RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _cluster_text, _bounds, _code)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from collectors.records import RecordWriter
-from orchestrator import cancelled, gang, jobs, preflight, provenance, slurm, upstream
+from orchestrator import cancelled, gang, jobs, node_step, preflight, provenance, slurm, upstream
 from orchestrator.cell import Cell, cell_id, second_run
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
 from orchestrator.judge.attempt import CRASH
@@ -77,6 +77,7 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
     preflight.check(preflight.Place(cell, store, attempt, allocation))
     if not (attempt / "provenance.json").exists():
         write_json(attempt / "provenance.json", provenance.collect())
+    node_step.check_nodes(cell, store, attempt, allocation, recorder)
     recorder.phase("checkpoints and prompts")
     staged = stage(cell, store, attempt, allocation)
     for arm in ("base", "candidate"):

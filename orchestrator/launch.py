@@ -38,6 +38,8 @@ class GangSet:
     environment: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None  # pyxis container of the ranks
     mounts: Sequence[str] = ()
+    program: Sequence[str] = ("workloads.node",)  # module that each node runs, and its options
+    survivors_s: int = 0  # how long other nodes go on after one has ended; 0: they end with one that failed
 
     def write(self) -> None:
         """`gangs.json` and each gang's `gang.json`."""
@@ -106,7 +108,7 @@ def _on_one_machine(allocation: Allocation | None) -> bool:
 
 def launch_command(gang_set: GangSet, allocation: Allocation | None) -> list[str]:
     parallelism = gang_set.gangs[0].parallelism
-    node = [gang_set.python, "-m", "workloads.node", str(gang_set.folder), "--attended"]
+    node = [gang_set.python, "-m", *gang_set.program, str(gang_set.folder), "--attended"]
     if allocation is None:
         return [*node, "--node-rank", "0", "--ranks", f"0:{parallelism.ranks}", "--parent", str(os.getpid())]
     if len(allocation.hosts) < parallelism.nodes:
@@ -128,7 +130,8 @@ def _srun(gang_set: GangSet, allocation: Allocation) -> list[str]:
         "ntasks-per-node": 1,
         "nodelist": ",".join(allocation.hosts[:nodes]),
         "cpu-bind": "none",  # one task a node, whose ranks use all cores of it
-        "kill-on-bad-exit": 1,
+        "kill-on-bad-exit": int(gang_set.survivors_s == 0),
+        "wait": gang_set.survivors_s,
         "error": gang_set.folder / "node-%n.log",
         "chdir": gang_set.tree,
     }

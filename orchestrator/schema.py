@@ -121,6 +121,32 @@ class Policy:
 
 
 @dataclass
+class Bound:
+    """What a measurement must lie in. Null: it is recorded and not judged."""
+
+    low: float | None = None
+    high: float | None = None
+    unit: str = ""  # of both; the one that the measurement has
+
+
+@dataclass
+class Preflight:
+    """Reference values of this cluster for what preflight measures of its nodes. Of two nodes, over each of their GPUs
+    (pair_*, and where `segment` is on, within one), or of all nodes together: bus bandwidth, as nccl-tests has it."""
+
+    clock_skew: Bound = field(default_factory=lambda: Bound(unit="s"))  # from the clock of the first node
+    write_latency: Bound = field(
+        default_factory=lambda: Bound(unit="s")
+    )  # of a small file in the store, with fsync
+    visible_after: Bound = field(default_factory=lambda: Bound(unit="s"))  # until other nodes see such a file
+    max_sm_clock: Bound = field(default_factory=lambda: Bound(unit="MHz"))
+    pair_all_reduce: Bound = field(default_factory=lambda: Bound(unit="GB/s"))
+    pair_all_to_all: Bound = field(default_factory=lambda: Bound(unit="GB/s"))
+    all_reduce: Bound = field(default_factory=lambda: Bound(unit="GB/s"))
+    all_to_all: Bound = field(default_factory=lambda: Bound(unit="GB/s"))
+
+
+@dataclass
 class Cluster:
     """Where gangs run. Only `image` and `image_digest` say what runs, and so enter a cell's identity."""
 
@@ -148,6 +174,7 @@ class Cluster:
     image_digest: Any = None  # "sha256:..." that the image must have
     mounts: list[str] = field(default_factory=list)  # "/host:/container[:flags]"
     env: dict[str, Any] = field(default_factory=dict)  # of the ranks
+    preflight: Preflight = field(default_factory=Preflight)
     setup: list[str] = field(
         default_factory=list
     )  # shell lines before the driver; a failing one ends the job

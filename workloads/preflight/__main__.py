@@ -1,0 +1,153 @@
+"""The check of one node: `python -m workloads.preflight FOLDER --node-rank I --ranks LO:HI --nodes N --meet HOST:PORT`.
+
+Writes events like a node parent to standard output, so that they arrive where no file does. What it finds are events
+`node_check` with a `stage`, in this order: machine, gpus, meet, versions, files, pair (one for each partner), whole,
+done. Each has `found`, or `error` where finding out failed; a node that does not come to `done` has died.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from workloads.member import Events
+from workloads.preflight import files, gpus
+from workloads.processes import die_with_parent
+from workloads.source import ENGINE_PACKAGES, files_hash, files_in, package_versions
+
+GANG = "preflight"
+LOST_PARTNERS = (
+    2  # a node that as many others do not reach is itself the cause: it stops before it holds up all
+)
+
+log = logging.getLogger(__name__)
+
+
+class Report:
+    def __init__(self, events: Events) -> None:
+        self._events = events
+
+    def stage(self, name: str, find: Callable[[], Any], **about: Any) -> tuple[Any, bool]:
+        """What was found, and whether finding out did not fail. Either is told to the driver."""
+        found, error = None, None
+        try:
+            found = find()
+        except Exception as failure:
+            log.exception("stage %s", name)
+            error = f"{type(failure).__name__}: {failure}"
+        self._events.emit("node_check", stage=name, found=found, error=error, **about)
+        return found, error is None
+
+
+def machine(options: argparse.Namespace) -> dict[str, Any]:
+    """slurm_node: the name that Slurm has for this node. sources: the trees that arms run, by path."""
+    return {
+        "host": socket.gethostname(),
+        "slurm_node": os.environ.get("SLURMD_NODENAME"),
+        "ranks": options.ranks,
+        "cpus": len(os.sched_getaffinity(0)),
+        "python": sys.version.split()[0],
+        "packages": package_versions(ENGINE_PACKAGES),
+        "sources": {str(tree): files_hash(files_in(tree)) for tree in options.source},
+    }
+
+
+def check(options: argparse.Namespace, report: Report) -> None:
+    report.stage("machine", lambda: machine(options))
+    if options.device == "cuda":
+        report.stage("gpus", gpus.look)
+    if options.nodes > 1:
+        _with_others(options, report)
+
+
+def _with_others(options: argparse.Namespace, report: Report) -> None:
+    from workloads.preflight import network  # torch, which takes seconds
+
+    network.prepare()
+    node, nodes = options.node_rank, options.nodes
+    opened: list[network.Meeting] = []
+
+    def meet() -> list[int]:
+        opened.append(network.Meeting(node, nodes, options.meet, options.limit))
+        return opened[0].arrive("start", options.limit)
+
+    absent, met = report.stage("meet", meet)
+    if not met or absent:
+        return
+    [meeting] = opened
+    report.stage("versions", network.versions)
+    report.stage("files", lambda: files.exchange(options.folder, node, nodes, options.grace))
+    lost = 0
+    for other in network.partners(node, nodes):
+        if lost < LOST_PARTNERS:
+            reach = partial(network.pair, meeting, other, options.device)
+            lost += not report.stage("pair", reach, peer=other)[1]
+    if lost:
+        meeting.store.set("unreachable", str(node))
+    # Those who wait for a node that stops early have to wait for each of its partners' limits.
+    late = meeting.arrive("pairs", network.LINK_S * (LOST_PARTNERS + 1))
+    if not late and not meeting.store.check(["unreachable"]):
+        report.stage("whole", lambda: network.whole(meeting, options.device))
+    meeting.arrive("end", network.LINK_S)  # node 0 serves the store
+
+
+def _end_with_driver() -> None:
+    """The end of standard input is the order to stop, given by the driver or by its death."""
+    while os.read(0, 4096):
+        pass
+    os._exit(128 + signal.SIGTERM)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m workloads.preflight")
+    parser.add_argument("folder", type=Path, help="on the shared file system, for a file of each node")
+    parser.add_argument("--node-rank", type=int, required=True)
+    parser.add_argument(
+        "--ranks", required=True, metavar="LO:HI", help="global ranks that this node will run"
+    )
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--meet", metavar="HOST:PORT", help="where node 0 listens; needed for several nodes")
+    parser.add_argument(
+        "--limit", type=float, default=60, help="seconds until a node that has not come is absent"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=60, help="seconds until a file must be visible elsewhere"
+    )
+    parser.add_argument("--source", type=Path, action="append", default=[], help="a tree whose hash is told")
+    parser.add_argument("--attended", action="store_true", help="stop at the end of standard input")
+    parser.add_argument("--parent", type=int, help="pid whose death ends this node (on the driver's machine)")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = _options()
+    if options.parent is not None:
+        die_with_parent(signal.SIGTERM, options.parent)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s preflight %(levelname)s %(message)s")
+    if options.attended:
+        threading.Thread(target=_end_with_driver, daemon=True).start()
+    events = Events(options.node_rank)
+    step = None
+    if "SLURM_STEP_ID" in os.environ:
+        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+    events.emit("node_started", host=socket.gethostname(), pid=os.getpid(), step=step, source=__file__)
+    events.emit("gang_started", gang=GANG)
+    began, report = time.monotonic(), Report(events)
+    check(options, report)
+    report.stage("done", lambda: {"seconds": time.monotonic() - began})
+    events.emit("gang_ended", gang=GANG)
+    sys.stderr.flush()
+    os._exit(0)  # a group that broke may not let itself be taken apart
+
+
+if __name__ == "__main__":
+    main()
