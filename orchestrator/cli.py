@@ -5,9 +5,11 @@ import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from orchestrator import engine_env
+from orchestrator.arguments import UsageError, one_name, store_and_names
 from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options, parse_override
 from orchestrator.planning import Plan, plan
 from orchestrator.provenance import ProvenanceError
@@ -24,6 +26,10 @@ VERBS = {
     "plan": "validate and show layout, memory, steps, checks and scripts; run nothing, write nothing",
     "submit": "put the missing cells on a Slurm cluster and return; `run --watch` later waits and reports",
     "status": "what the cells of all runs are doing, or those of `status NAME`",
+    "runs": "the runs in the store, newest first: when, how many cells, their verdicts, where",
+    "logs": "`logs NAME [CELL]`: what driver and ranks of a cell wrote, with --follow as they do; `logs --help`",
+    "cancel": "`cancel NAME [CELL]`: end what waits or runs; `cancel --help`",
+    "resume": "`resume NAME`: run what a run lacks, and what was cancelled or the cluster broke; `resume --help`",
     "judge": "`judge NAME`: judge the records of a run again with the rules of today",
     "report": "`report NAME`: write and show the report of a run again",
     "faults": "known failures, and where each was last caught; `faults --run` proves all; `faults --help`",
@@ -37,10 +43,6 @@ EXAMPLES = """\
   python -m orchestrator code.base.commit=HEAD~1                 two versions, the same cell
   python -m orchestrator plan --cfg job +exp=kimi_k3_refit       the composed config, by Hydra
   python -m orchestrator judge kimi_k3_refit                     its latest run"""
-
-
-class UsageError(Exception):
-    """The command line is not one of ours. The message is a full sentence."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -80,6 +82,8 @@ def _dispatch(argv: list[str]) -> int:
         return _ask_hydra(rest)
     if verb == "faults":
         return _faults(rest)
+    if verb in ("runs", "logs", "cancel", "resume"):
+        return int(import_module(f"orchestrator.{verb}").main(rest))
     options, words = _options(rest)
     if options.help:
         print(help_text())
@@ -158,22 +162,10 @@ def _on_run(verb: str, words: list[str]) -> int:
     from orchestrator import experiment
     from orchestrator.status import show_status
 
-    given = [parse_override(word) for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
-    if unknown := sorted({override.key_or_group for override in given} - {"store"}):
-        raise UsageError(
-            f"{verb} knows only store=PATH, not {unknown[0]}=: a run keeps the config it was made with."
-        )
-    if not_paths := [o.input_line for o in given if o.is_sweep_override() or o.value() in (None, "")]:
-        raise UsageError(f"{not_paths[0]} names no single folder: give one, in quotes where it has a comma.")
-    store, out = Store(str(given[-1].value()) if given else "runs"), console()
-    if not store.experiments.is_dir():
-        raise UsageError(f"There is no run store at {store.root}: set store=PATH.")
+    (store, names), out = store_and_names(verb, words), console()
     if verb == "status":
         return show_status(store, names, out)
-    if len(names) != 1:
-        raise UsageError(f"{verb} needs the name of one run, such as the folder's in {store.experiments}.")
-    folder = store.find_experiment(names[0])
+    folder = store.find_experiment(one_name(verb, store, names))
     return (
         experiment.judge(store, folder, out)
         if verb == "judge"

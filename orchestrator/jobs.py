@@ -101,7 +101,8 @@ class Book:
     def task(self, attempt: Path) -> Task | None:
         """None for an attempt that was not handed to Slurm, or whose batch its submitter did not get to write."""
         record = read_json(attempt / JOB)
-        batch = self.batch(record["batch"]) if record is not None else None
+        is_whole = isinstance(record, dict) and "batch" in record
+        batch = self.batch(record["batch"]) if is_whole else None
         return None if batch is None else Task(batch, int(record["task"]))
 
     def submitted(self, batch: Batch, job: str, removed: Sequence[str], adopted: bool) -> Batch:

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from orchestrator import slurm
-from orchestrator.history import INDEX
+from orchestrator.history import INDEX, read_index
 from orchestrator.jobs import Book, Task
+from orchestrator.selection import varied_labels
 from orchestrator.show import SHORT, table
 from orchestrator.store import Store, StoreError, read_json
 
@@ -62,18 +63,27 @@ def states(store: Store, names: Sequence[str]) -> States:
 def show_status(store: Store, names: Sequence[str], out: Console) -> int:
     """The named runs, or all of them, oldest first."""
     if names:
-        folders = [store.find_experiment(name) for name in names]
+        indexes = {folder: read_index(folder) for folder in map(store.find_experiment, names)}
     else:
         folders = sorted((path.parent for path in store.experiments.glob(f"*/{INDEX}")), key=_age)
-    indexes = {folder: read_json(folder / INDEX) for folder in folders}
+        indexes = {folder: index for folder in folders if (index := _read(folder, out)) is not None}
     found = states(store, [cell["id"] for index in indexes.values() for cell in index["cells"]])
     for folder, index in indexes.items():
         _show(store, folder, index["cells"], found, out)
     if found.trouble:
         out.print(f"Nothing is known of jobs: {found.trouble}", soft_wrap=True, markup=False)
-    if not folders:
+    if not indexes:
         out.print(f"No run in {store.root} yet.")
     return 0
+
+
+def _read(folder: Path, out: Console) -> Json | None:
+    """One that is damaged does not hide the others."""
+    try:
+        return read_index(folder)
+    except StoreError as error:
+        out.print(str(error), soft_wrap=True, markup=False)
+        return None
 
 
 def _age(folder: Path) -> float:
@@ -83,7 +93,7 @@ def _age(folder: Path) -> float:
 def _show(store: Store, folder: Path, cells: Sequence[Json], found: States, out: Console) -> None:
     verdict = read_json(folder / "verdict.json")
     out.print(f"[bold]{escape(folder.name)}[/]: {verdict['verdict'] if verdict else 'no verdict yet'}")
-    varied = [key for key in cells[0]["labels"] if len({cell["labels"].get(key) for cell in cells}) > 1]
+    varied = varied_labels(cells)
     rows = table("cell", *varied, "attempt", "state")
     for cell in cells:
         labels = (escape(str(cell["labels"].get(key, ""))) for key in varied)
@@ -101,11 +111,9 @@ def _state(store: Store, cell: str, state: CellState) -> str:
         return str(state.result["verdict"]) + (f" ({error['type']})" if error else "")
     if state.task is not None:
         return _job_state(state.task, state.job)
-    try:
-        with store.locked(cell):
-            return "stopped without a result"
-    except StoreError:
-        return f"running since {_clock(state.attempt)}"
+    if store.holder(cell) is None:
+        return "stopped without a result"
+    return f"running since {_clock(state.attempt)}"
 
 
 def _job_state(task: Task, job: slurm.JobState | None) -> str:

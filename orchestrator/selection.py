@@ -1,0 +1,59 @@
+"""The cells of a run that words on a command line mean, and what people call them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from orchestrator.arguments import UsageError
+from orchestrator.show import SHORT
+
+Json = dict[str, Any]
+
+
+def varied_labels(cells: Sequence[Json]) -> list[str]:
+    """Keys of the labels in which the cells of a run differ."""
+    keys = dict.fromkeys(key for cell in cells for key in cell["labels"])
+    return [key for key in keys if len({cell["labels"].get(key) for cell in cells}) > 1]
+
+
+def cell_name(cell: Json, varied: Sequence[str]) -> str:
+    """`c866982e6651 layerwise tp2`."""
+    return " ".join([cell["id"][:SHORT], *(str(cell["labels"].get(key, "-")) for key in varied)])
+
+
+def select(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> list[Json]:
+    """All cells without words. With words the one cell that each of them is the beginning of an id or of a label of;
+    a label that is the word itself comes before those that only begin so.
+
+    Raises UsageError where that is none, or several.
+    """
+    if not words:
+        return list(cells)
+    varied = varied_labels(cells)
+    found = [cell for cell in cells if all(_begins(cell, word) for word in words)]
+    exact = [cell for cell in found if all(word in _labels(cell) for word in words)]
+    found = exact or found
+    if len(found) == 1:
+        return found
+    asked = " ".join(words)
+    listed = "\n".join(f"  {cell_name(cell, varied)}" for cell in found or cells)
+    if not found:
+        raise UsageError(f"{folder.name} has no cell {asked!r}. Its cells are:\n{listed}")
+    raise UsageError(f"{asked!r} means {len(found)} cells of {folder.name}; say which:\n{listed}")
+
+
+def only_cell(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> Json:
+    """The cell that the words mean; they may be left out where the run has one cell. Raises UsageError."""
+    found = select(folder, cells, words)
+    if len(found) == 1:
+        return found[0]
+    listed = "\n".join(f"  {cell_name(cell, varied_labels(cells))}" for cell in found)
+    raise UsageError(f"{folder.name} has {len(found)} cells; say which one, by its id or labels:\n{listed}")
+
+
+def _begins(cell: Json, word: str) -> bool:
+    return str(cell["id"]).startswith(word) or any(label.startswith(word) for label in _labels(cell))
+
+
+def _labels(cell: Json) -> list[str]:
+    return [str(label) for label in cell["labels"].values()]
