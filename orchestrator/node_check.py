@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from orchestrator import node_gpus, node_network
-from orchestrator.node_records import Expected, Json, Node, Nodes, Problem, Problems, common, unequal
+from orchestrator.node_records import Expected, Json, Node, Nodes, Problem, Problems, unequal
 
 SKEW_S = 2.0  # between clocks, from where on a reader of records from several nodes has to know of it
 Rule = Callable[[Expected, Nodes], Problems]
@@ -77,7 +77,6 @@ def _machines(expected: Expected, nodes: Nodes) -> Problems:
     yield from _each(nodes, lambda n: n.found.get("machine", {}).get("packages", {}), "{}")
     yield from _each(nodes, lambda n: n.found.get("machine", {}).get("sources", {}), "the source tree {}")
     yield from _each(nodes, lambda n: n.found.get("versions", {}), "the loaded library {}")
-    yield from unequal(nodes, "the NVIDIA driver", lambda n: common(n.gpus, "driver_version"))
 
 
 def _each(nodes: Nodes, of: Callable[[Node], Json], name: str) -> Problems:

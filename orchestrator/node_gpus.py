@@ -32,6 +32,7 @@ def health(expected: Expected, nodes: Nodes) -> Problems:
                 (node.name,), f"Node {node.name}: {text} and is not ours: end it, or share no GPUs."
             )
     counted: list[tuple[str, Callable[[Node], Any]]] = [
+        ("the NVIDIA driver", lambda node: common(node.gpus, "driver_version")),
         ("a GPU count of", lambda node: len(node.gpus)),
         ("GPUs of the model", lambda node: common(node.gpus, "name")),
         ("GPU memory in MiB of", lambda node: common(node.gpus, "memory.total")),
@@ -40,7 +41,7 @@ def health(expected: Expected, nodes: Nodes) -> Problems:
         ("a highest SM clock in MHz of", lambda node: common(node.gpus, "clocks.max.sm")),
     ]
     for what, of in counted:
-        yield from unequal(nodes, what, of)
+        yield from unequal([node for node in nodes if "gpus" not in node.errors], what, of)
 
 
 def _unhealthy(gpu: Json) -> Iterator[str]:

@@ -10,9 +10,9 @@ def files(expected: Expected, nodes: Nodes) -> Problems:
     wrote = {rank: node for rank, node in enumerate(nodes) if "files" in node.found}
     unseen = {
         frozenset((node.name, wrote[other].name))
-        for node in wrote.values()
+        for rank, node in wrote.items()
         for other, late in enumerate(node.found["files"]["visible_s"])
-        if late is None and other in wrote
+        if late is None and other in wrote and other != rank
     }
     for names in culprits(unseen, comb(len(wrote), 2)):
         text = f"Nodes do not see the files that others write in the run store, which {cause(names)} explains"
@@ -62,21 +62,22 @@ def network(expected: Expected, nodes: Nodes) -> Problems:
 
 def _slow_pairs(expected: Expected, nodes: Nodes) -> Problems:
     """By node: a pair does not say which of its two is slow, several pairs of one node do."""
-    judged = {
-        frozenset((node.name, nodes[other].name)): measured["bandwidth"]
+    judged = [
+        (frozenset((node.name, nodes[other].name)), measured["bandwidth"])
         for rank, node in enumerate(nodes)
         for other, measured in node.pairs.items()
         # Segments are joined by the network alone, which the bounds of a domain are not made for.
         if measured is not None and _segment(expected, rank) == _segment(expected, other)
-    }
+    ]
     texts = {
         pair: text
-        for pair, bandwidth in judged.items()
+        for pair, bandwidth in judged
         for text in _pair_outside(expected, " with ".join(sorted(pair)), bandwidth)
     }
-    for names in culprits(set(texts), len(judged)):
+    count = len({pair for pair, _ in judged})
+    for names in culprits(set(texts), count):
         own = [text for pair, text in texts.items() if not names or pair & set(names)]
-        text = f"{len(own)} of {len(judged)} pairs are out of bounds, which {cause(names)} explains"
+        text = f"{len(own)} of {count} pairs are out of bounds, which {cause(names)} explains"
         yield Problem(names, f"{text}: {own[0]}.")
 
 

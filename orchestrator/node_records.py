@@ -79,7 +79,7 @@ def unequal(nodes: Nodes, what: str, of: Callable[[Node], Any]) -> Problems:
 
 
 def common(gpus: Sequence[Json], key: str) -> str:
-    return ", ".join(sorted({str(gpu[key]) for gpu in gpus})) or "none"
+    return ", ".join(sorted({str(gpu.get(key)) for gpu in gpus})) or "none"
 
 
 def culprits(bad: set[frozenset[str]], judged: int) -> list[tuple[str, ...]]:
