@@ -1,8 +1,8 @@
 """Stands in for the interpreter of a driver: the real driver, whose measuring is replaced by what a file tells it.
 
 `<store>/toy/<cell id>` holds a JSON list, one word for each attempt, the last one for all later ones:
-pass, fail, raise, die, hold (until told to stop), or TYPE@NODE for a failure of that type; `pass:go` and `die:go` wait
-for the file `<store>/toy/go`.
+pass, fail, raise, die, hold (until told to stop), deaf (hold, but it leaves no result then), or TYPE@NODE for a
+failure of that type; `pass:go` and `die:go` wait for the file `<store>/toy/go`.
 """
 
 import json
@@ -27,7 +27,9 @@ def measure(cell: Cell, store: Store, attempt: Path, _recorder: Any) -> dict[str
     orders = store.root / "toy" / attempt.parent.name
     words = json.loads(orders.read_text()) if orders.exists() else ["pass"]
     word, _, value = words[min(int(attempt.name[-3:]), len(words)) - 1].partition(":")
-    if word == "hold":
+    if word == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if word in ("hold", "deaf"):
         time.sleep(600)
     while value == "go" and not (store.root / "toy" / "go").exists():
         time.sleep(0.1)
