@@ -20,7 +20,7 @@ def one_of(key: str, value: str, options: list[str]) -> Problems:
 
 def _cluster(root: Root) -> Problems:
     c, b, p = root.cluster, root.backend, root.parallelism
-    yield from one_of("cluster.kind", c.kind, ["local", "slurm"])
+    yield from one_of("cluster.kind", c.kind, ["local", "slurm", "ray"])
     if b.device == "cuda" and c.device != "cuda":
         yield (
             f"backend.device is cuda, but cluster.device is {c.device}: choose a cluster with GPUs, or "
@@ -41,6 +41,24 @@ def _cluster(root: Root) -> Problems:
         yield (
             f"cluster.segment is on, but an EP group of {p.ep} does not fill whole nodes of {p.gpus_per_node} GPUs: "
             "choose an ep that is a multiple of gpus_per_node."
+        )
+
+
+def _ray(root: Root) -> Problems:
+    c, r = root.cluster, root.cluster.ray
+    if r.start and c.kind != "slurm":
+        yield f"cluster.ray.start is on, but cluster.kind is {c.kind}: Ray is started inside of Slurm jobs only."
+    if problem := text.ray_address_problem("cluster.ray.address", r.address):
+        yield problem
+    if r.wait_s <= 0:
+        yield f"cluster.ray.wait_s is {r.wait_s:g}; it must be more than 0 seconds."
+    if c.image is not None and (c.kind == "ray" or r.start):
+        yield "cluster.image is set, but Ray's actors run in the environment of its nodes: set cluster.image=null."
+    executor = root.backend.options.get("distributed_executor_backend")
+    if executor == "ray" and c.kind != "ray" and not r.start:
+        yield (
+            "backend.options.distributed_executor_backend is ray, but there is no Ray cluster to share: choose "
+            "cluster=ray or cluster=slurm_ray."
         )
 
 
@@ -109,4 +127,4 @@ def _faults(tree: Path, engine: str) -> list[str]:
     return sorted(module.stem for module in modules)
 
 
-RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _cluster_text, _bounds, _code)
+RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _ray, _cluster_text, _bounds, _code)

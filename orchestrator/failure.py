@@ -96,6 +96,8 @@ def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Pat
     here and a rank's own error come first, in order of time; errors about other ranks only count without them.
     """
     for event in events:
+        if event["kind"] == "launch_failed":
+            return AttemptError(event["type"], event["message"], node=event["node"])
         if event["kind"] == "node_failed":
             return _reported("node_failed", event["error"], node=event["node"])
     exits = [event for event in events if event["kind"] == "rank_exited" and event["code"] != 0]

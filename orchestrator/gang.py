@@ -185,7 +185,7 @@ class _Watch:
 
 
 def _is_failure(event: Mapping[str, Any]) -> bool:
-    return event["kind"] == "node_failed" or (
+    return event["kind"] in ("node_failed", "launch_failed") or (
         event["kind"] == "rank_exited" and event["code"] != 0 and not event["stopped"]
     )
 

@@ -9,12 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from orchestrator.failure import AttemptError
 from orchestrator.slurm import inherited_names
-from workloads.spec import GangSpec
+from workloads.spec import Backend, GangSpec, Parallelism
 
 STEP_SCRIPT = Path(__file__).resolve().parents[1] / "slurm" / "step.sh"
+RAY_SCRIPT = STEP_SCRIPT.with_name("ray_step.sh")
+RAY_LAUNCH = Path(__file__).with_name("ray_launch.py")
 PORTS = range(20_000, 32_000)  # below the kernel's ephemeral ports, so that no outgoing connection takes one
 
 
@@ -24,6 +27,15 @@ class Allocation:
 
     job: str
     hosts: Sequence[str]
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Whose actors the node parents are. address: HOST:PORT or `auto`; None: it is started in the step itself.
+    wait_s: for other jobs to make room, and for nodes to join what is being started."""
+
+    address: str | None
+    wait_s: float
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class GangSet:
     environment: Mapping[str, str] = field(default_factory=dict)
     image: str | None = None  # pyxis container of the ranks
     mounts: Sequence[str] = ()
+    ray: RayCluster | None = None  # whose nodes they are
     program: Sequence[str] = ("workloads.node",)  # module that each node runs, and its options
     survivors_s: int = 0  # how long other nodes go on after one has ended; 0: they end with one that failed
 
@@ -59,6 +72,14 @@ def find_allocation(variables: Mapping[str, str]) -> Allocation | None:
     command = ["scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"]]
     hosts = subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()
     return Allocation(variables["SLURM_JOB_ID"], hosts)
+
+
+def ray_cluster(cluster: Mapping[str, Any]) -> RayCluster | None:
+    """Of a cell's `cluster`."""
+    ray = cluster.get("ray", {})  # cells from before there was any have none
+    if cluster["kind"] == "ray":
+        return RayCluster(ray["address"], ray["wait_s"])
+    return RayCluster(None, ray["wait_s"]) if ray.get("start") else None
 
 
 def free_port() -> int:
@@ -94,7 +115,7 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
         variables["OMP_NUM_THREADS"] = (
             "1"  # the ranks of a node share its cores; threads do not survive a fork
         )
-    if _on_one_machine(allocation):
+    if gang_set.ray is None and _on_one_machine(allocation):  # else the launcher knows where the nodes are
         variables["GLOO_SOCKET_IFNAME"] = "lo"
     return {**variables, **gang_set.environment}
 
@@ -107,17 +128,39 @@ def _on_one_machine(allocation: Allocation | None) -> bool:
 
 
 def launch_command(gang_set: GangSet, allocation: Allocation | None) -> list[str]:
-    parallelism = gang_set.gangs[0].parallelism
+    layout, backend = gang_set.gangs[0].parallelism, gang_set.gangs[0].backend
     node = [gang_set.python, "-m", *gang_set.program, str(gang_set.folder), "--attended"]
+    if gang_set.ray is not None:
+        node = ray_launch(gang_set.ray, layout, backend, "--set", str(gang_set.folder), "--", *node)
+    elif allocation is None:
+        node += ["--node-rank", "0", "--ranks", f"0:{layout.ranks}", "--parent", str(os.getpid())]
     if allocation is None:
-        return [*node, "--node-rank", "0", "--ranks", f"0:{parallelism.ranks}", "--parent", str(os.getpid())]
-    if len(allocation.hosts) < parallelism.nodes:
+        return node
+    if len(allocation.hosts) < layout.nodes:
         raise AttemptError(
             "launch_failed",
-            f"The layout needs {parallelism.nodes} nodes, job {allocation.job} has {len(allocation.hosts)}: "
-            f"{', '.join(allocation.hosts)}. Submit it with --nodes={parallelism.nodes}.",
+            f"The layout needs {layout.nodes} nodes, job {allocation.job} has {len(allocation.hosts)}: "
+            f"{', '.join(allocation.hosts)}. Submit it with --nodes={layout.nodes}.",
         )
-    return [*_srun(gang_set, allocation), "bash", str(STEP_SCRIPT), str(parallelism.gpus_per_node), *node]
+    gpus = layout.gpus_per_node if backend.device == "cuda" else 0
+    script = [str(STEP_SCRIPT), str(layout.gpus_per_node)]
+    if gang_set.ray is not None:
+        script = [str(RAY_SCRIPT), str(layout.gpus_per_node), str(gpus)]
+    return [*_srun(gang_set, allocation), "bash", *script, *node]
+
+
+def ray_launch(ray: RayCluster, parallelism: Parallelism, backend: Backend, *arguments: str) -> list[str]:
+    """Runs by its path: the arm's tree, first on the path of modules, may hold another version of it."""
+    options = [
+        f"--nodes={parallelism.nodes}",
+        f"--ranks={parallelism.gpus_per_node}",
+        f"--wait={ray.wait_s:g}",
+    ]
+    options.append("--growing" if ray.address is None else f"--address={ray.address}")
+    # vLLM's own executor takes the GPUs of the cluster itself, by the address that the node parents get.
+    if backend.device == "cuda" and backend.options.get("distributed_executor_backend") != "ray":
+        options.append("--gpus")
+    return [sys.executable, "-P", str(RAY_LAUNCH), *options, *arguments]
 
 
 def _srun(gang_set: GangSet, allocation: Allocation) -> list[str]:

@@ -1,21 +1,27 @@
 """What must hold before anything is started on this machine; every problem at once, each as a sentence."""
 
+import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from orchestrator.cell import Cell
 from orchestrator.engine_env import EngineEnvironmentError, engine_problems
 from orchestrator.failure import AttemptError
-from orchestrator.launch import STEP_SCRIPT, Allocation
+from orchestrator.launch import RAY_SCRIPT, STEP_SCRIPT, Allocation, ray_cluster, ray_launch
 from orchestrator.staging import interpreter
 from orchestrator.store import Store
+from workloads.spec import Backend, Parallelism
 
 MIN_FREE = 64 << 20  # bytes for logs and records; what a checkpoint takes is known to who writes it
+RAY_CHECK_S = 60  # Ray tries for as long to reach a head that is gone
 RANK_SIDE = ("torch", "numpy", "safetensors")  # what the ranks import
 
 
@@ -31,7 +37,7 @@ class Place:
 
 def check(place: Place) -> None:
     """Raises AttemptError `preflight` with every problem."""
-    checks: Sequence[Callable[[Place], Iterator[str]]] = (_disk, _python, _checkpoints, _nodes)
+    checks: Sequence[Callable[[Place], Iterator[str]]] = (_disk, _python, _checkpoints, _nodes, _ray)
     problems = [problem for one in checks for problem in one(place)]
     if problems:
         raise AttemptError("preflight", " ".join(problems), node=socket.gethostname())
@@ -116,3 +122,31 @@ def _nodes(place: Place) -> Iterator[str]:
             socket.gethostbyname(host)
         except OSError:
             yield f"The name of node {host} does not resolve on {socket.gethostname()}."
+
+
+def _ray(place: Place) -> Iterator[str]:
+    """Connects as a launch would, in a process of its own: that of a driver stays free of Ray."""
+    ray = ray_cluster(place.cell["cluster"])
+    if ray is None:
+        return
+    if find_spec("ray") is None:
+        yield f"{sys.executable} has no ray: install it there with the version of the cluster, `pip install ray`."
+        return
+    if ray.address is None:
+        if not RAY_SCRIPT.is_file():
+            yield f"{RAY_SCRIPT} is missing: run the driver from a checkout, where slurm/ lies beside orchestrator/."
+        return
+    layout, backend = Parallelism(**place.cell["parallelism"]), Backend(**place.cell["backend"])
+    command = ray_launch(ray, layout, backend, "--check")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RAY_CHECK_S)
+    except subprocess.TimeoutExpired:
+        yield f"The Ray cluster at {ray.address} did not answer within {RAY_CHECK_S} s: is its head still there?"
+        return
+    if done.returncode != 0:
+        events = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        yield (
+            json.loads(events[-1])["message"]
+            if events
+            else f"{shlex.join(command)} fails: {done.stderr.strip()}"
+        )

@@ -147,10 +147,20 @@ class Preflight:
 
 
 @dataclass
+class Ray:
+    """The Ray cluster of which gangs are actors: one that is there where `kind` is ray, else one in the Slurm job."""
+
+    start: bool = False  # on the nodes of the Slurm job, for each set of gangs
+    address: str = "auto"  # of one that is there: HOST:PORT of its head, or auto, as Ray finds it
+    wait_s: float = 60.0  # for its other jobs to make room, and for nodes that are started to join
+
+
+@dataclass
 class Cluster:
     """Where gangs run. Only `image` and `image_digest` say what runs, and so enter a cell's identity."""
 
-    kind: str = "local"  # local | slurm
+    kind: str = "local"  # local | slurm | ray
+    ray: Ray = field(default_factory=Ray)
     device: str = "cpu"  # of its nodes: cpu | cuda
     arch: str = "cpu"  # cpu | sm90 | sm100
     memory_gb: float | None = (

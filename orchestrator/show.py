@@ -15,6 +15,7 @@ from orchestrator import memory
 from orchestrator.architectures import architecture
 from orchestrator.cell import Cell, Reference, canonical, references
 from orchestrator.freeze import cell_arms
+from orchestrator.launch import ray_cluster, ray_launch
 from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
 from orchestrator.scheduling import levels, needs
@@ -22,7 +23,7 @@ from orchestrator.schema import RULES, Root
 from orchestrator.show_jobs import show_jobs
 from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
-from workloads.spec import Step
+from workloads.spec import Backend, Parallelism, Step
 
 WIDTH = 100
 DETAILED = 12  # of more cells only the summary is printed
@@ -224,14 +225,33 @@ def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
 
 def _where(out: Console, one: Planned) -> None:
     cluster = one.cell["cluster"]
-    if cluster["kind"] != "slurm":
+    if cluster["kind"] == "local":
         out.print("  runs as processes of this machine")
+    for line in _ray(one.cell):
+        out.print(escape(line))
     if cluster["image"] is not None:
         out.print(escape(f"  ranks run in the container {cluster['image']}, by srun --container-image"))
         for mount in cluster["mounts"]:
             out.print(escape(f"    mounts {mount}"))
     for name, value in cluster["env"].items():
         out.print(escape(f"  ranks get {name}={value}"))
+
+
+def _ray(cell: Cell) -> list[str]:
+    """Where the actors of a cell's gangs are, and what each node keeps for them."""
+    ray = ray_cluster(cell["cluster"])
+    if ray is None:
+        return []
+    where = (
+        "a Ray cluster of its own in the job" if ray.address is None else f"the Ray cluster at {ray.address}"
+    )
+    layout = Parallelism(**cell["parallelism"])
+    command = ray_launch(ray, layout, Backend(**cell["backend"]))
+    kept = f"1 CPU and {layout.gpus_per_node} GPUs" if "--gpus" in command else f"{layout.gpus_per_node} CPUs"
+    return [
+        f"  gangs are actors in {where}: a placement group of {layout.nodes} bundles on as many nodes, each of {kept}",
+        f"    waits up to {ray.wait_s:g} s for room",
+    ]
 
 
 def _steps(out: Console, cell: Cell) -> None:

@@ -30,7 +30,7 @@ from orchestrator.cell import (
 from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.judge.attempt import again_folder
-from orchestrator.launch import Allocation, GangSet, free_port, master_address
+from orchestrator.launch import Allocation, GangSet, free_port, master_address, ray_cluster
 from orchestrator.provenance import checkout, folder_state, source_hash
 from orchestrator.store import Store
 from workloads.source import SOURCES
@@ -124,7 +124,8 @@ def _gang_set(staged: Staged, arm: str, folder: Path, specs: Sequence[GangSpec])
         folder=folder,
         gangs=specs,
         tree=source_tree(cell["code"][arm], store),
-        parents=1 if staged.allocation is None else cell["parallelism"]["nodes"],
+        ray=ray_cluster(cluster),
+        parents=1 if cluster["kind"] == "local" else cell["parallelism"]["nodes"],
         python=interpreter(cell, arm),
         environment=cluster["env"],
         image=cluster["image"],

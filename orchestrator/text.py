@@ -9,6 +9,7 @@ from typing import Any
 TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):([0-5]\d):([0-5]\d)")
 NODE_NAME = r"[A-Za-z][\w.-]*(?:\[[\d,-]+\][\w.-]*)*"
 NODE_LIST = re.compile(rf"{NODE_NAME}(?:,{NODE_NAME})*")
+ADDRESS = re.compile(r"(?:[\w.-]+|\[[\da-fA-F:]+\]):\d{1,5}")
 DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
 
@@ -40,6 +41,15 @@ def node_list_problem(key: str, value: Any) -> str | None:
     return (
         f"{key} is {value!r}, which is not a Slurm node list: write text in quotes, such as "
         '"gb200-[0-3],gb200-7".'
+    )
+
+
+def ray_address_problem(key: str, value: str) -> str | None:
+    if value == "auto" or ADDRESS.fullmatch(value):
+        return None
+    return (
+        f"{key} is {value!r}, which is not an address: write HOST:PORT of the cluster's head, or auto. Ray's client "
+        "(ray://) is not used: run this on a node of the cluster."
     )
 
 
