@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from collectors.byte_flags import constant_rows
 from collectors.device_sums import DeviceSums
 from collectors.row_sums import GROUP, GROUP_BYTES, MOST_BYTES, ROW_BYTES, SUM_BYTES, SUMS, fold, row_sums
+from workloads import heartbeat
 
 _SMALL = 32 << 10  # bytes of a leaf that is hashed together with others
 _GROUP = 512 << 10  # bytes of small leaves hashed together
@@ -47,6 +48,7 @@ class Leaves:
     def add(self, tensor: Tensor, slices: int) -> int:
         """Leaves for the `slices` leading slices of `tensor`, or with 0 one for the whole; returns the first's
         number. The tensor must be readable, and must live unchanged until `flush`."""
+        heartbeat.advance()
         first, count = len(self.digests), slices or 1
         self.digests += [EMPTY] * count
         self.nan += [False] * count

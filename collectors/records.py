@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from workloads import heartbeat
+
 
 class RecordWriter:
     """Writes records to one file, flushed and fsynced by `sync()` and on close.
@@ -28,6 +30,7 @@ class RecordWriter:
         line = json.dumps({"kind": kind, **record}, separators=(",", ":"), allow_nan=False)
         with self._naming_the_file():
             self._file.write(line.encode() + b"\n")
+        heartbeat.advance()
 
     def write_all(self, kind: str, records: Iterable[Mapping[str, Any]]) -> None:
         for record in records:

@@ -2,8 +2,7 @@
 
 import errno
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ SEARCHED_LINES = (
 )
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_TYPED = {"CheckpointError": "checkpoint", "ReloadError": "unusable"}  # of what a rank raises
+_TYPED = {"CheckpointError": "checkpoint", "CodeError": "code", "ReloadError": "unusable"}  # of what a rank raises
 
 # What a rank says when another one went away or did not come: never the cause.
 _CONSEQUENCE = re.compile(
@@ -24,12 +23,6 @@ _CONSEQUENCE = re.compile(
     r"remote process exited|failed to (recv|send)|ncclRemoteError|ncclSystemError|connectFullMesh failed",
     re.IGNORECASE,
 )
-_FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
-
-
-Position = tuple[
-    int, str
-]  # step index and "start" or "end" of a rank's last record; (-1, "end") before the first
 
 
 @dataclass
@@ -78,17 +71,6 @@ def stacks(log: Path, start: int | None) -> str:
         return file.read().decode(errors="replace")
 
 
-def place(stack: str) -> str:
-    """Where the main thread is: its innermost frame outside torch and the standard library's wrappers.
-
-    faulthandler writes the newest thread first, so the main thread's frames are the last block.
-    """
-    block = re.split(r"^(?:Current )?[Tt]hread .*$", stack, flags=re.MULTILINE)[-1]
-    frames = list(_FRAME.finditer(block))
-    own = [frame for frame in frames if "/torch/" not in frame["file"]] or frames
-    return f"{own[0]['function']} ({own[0]['file']}:{own[0]['line']})" if own else "no Python frame"
-
-
 def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) -> AttemptError | None:
     """The failure that began it all, or None when no rank and no node reported one.
 
@@ -110,14 +92,26 @@ def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Pat
     return _rank_failure(own[0], folders) if own else _connection_lost(failed, events, folders)
 
 
+def unkillable(events: Sequence[Mapping[str, Any]]) -> AttemptError | None:
+    """A process that the kernel does not let go: whatever else failed, its node is of no use before it is gone."""
+    for event in events:
+        if event["kind"] == "rank_unkillable":
+            message = (
+                f"Rank {event['rank']} of gang {event['gang']!r}, pid {event['pid']}, is still there after SIGKILL. "
+                f"It {event['state']}. Its node is of no use before the process is gone, which may take a restart."
+            )
+            return AttemptError("node_failed", message, rank=event["rank"], node=event["node"])
+    return None
+
+
 def _time(event: Mapping[str, Any]) -> float:
     error = event["error"]
     return float(error["time"] if error else event["time"])
 
 
 def _left_by_itself(event: Mapping[str, Any]) -> bool:
-    """Whether a rank that was told to stop had failed before: it gave an error or an exit code of its own."""
-    return bool(event["error"]) or event["signal"] is None
+    """Whether a rank that was told to stop had failed before: it gave an error, an exit code or a signal of its own."""
+    return bool(event["error"]) or event["signal"] not in ("SIGTERM", "SIGKILL")
 
 
 def _is_consequence(event: Mapping[str, Any]) -> bool:
@@ -211,47 +205,3 @@ def _on_lost_nodes(node_of: Mapping[int, int], silent: set[int]) -> list[int]:
     """
     spoke = {node for rank, node in node_of.items() if rank not in silent}
     return sorted(rank for rank in silent if node_of[rank] not in spoke) or sorted(silent)
-
-
-def hang(
-    gang: str,
-    folder: Path,
-    positions: Mapping[int, Position],
-    exits: Iterable[Mapping[str, Any]],
-    idle_s: float,
-) -> AttemptError:
-    """Names the ranks that keep the others waiting.
-
-    They are the ranks that are behind in their steps; where all are at the same step, those whose stack is
-    at another place than the stacks of most.
-    """
-    logs = {e["rank"]: stacks(folder / f"rank-{e['rank']:05d}.log", e["stacks_at"]) for e in exits}
-    at: dict[str, list[int]] = defaultdict(list)
-    for rank, stack in sorted(logs.items()):
-        at[place(stack)].append(rank)
-    ahead = max(positions.values(), default=(-1, "end"), key=_order)
-    behind = sorted(rank for rank, position in positions.items() if _order(position) < _order(ahead))
-    if not behind and len(at) > 1:
-        behind = min(at.values(), key=len)
-    places = "; ".join(
-        f"{_ranks(ranks)} in {where}" for where, ranks in sorted(at.items(), key=lambda i: len(i[1]))
-    )
-    step = f"step {ahead[0]}" if ahead[0] >= 0 else "its start"
-    message = f"Gang {gang!r} made no progress for {idle_s:.0f} s in {step}. Behind: {_ranks(behind)}. Where: {places}."
-    culprit = behind[0] if behind else min(logs, default=None)
-    log = folder / f"rank-{culprit:05d}.log" if culprit is not None else None
-    return AttemptError(
-        "hang",
-        message,
-        rank=culprit,
-        log_tail=tail(log) if log else "",
-        stack=logs.get(culprit, "") if log else "",
-    )
-
-
-def _order(position: Position) -> tuple[int, bool]:
-    return position[0], position[1] == "end"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return "ranks " + ", ".join(map(str, ranks)) if ranks else "no rank"

@@ -4,6 +4,7 @@ A launch is one command whose standard output carries the events of all node par
 afterwards does not depend on where the nodes are.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -11,32 +12,38 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.failure import AttemptError, Position, first_failure, hang, tail
+from orchestrator.failure import AttemptError, first_failure, tail, unkillable
+from orchestrator.hangs import hang
 from orchestrator.launch import Allocation, GangSet, environment, launch_command
-from workloads.spec import GangSpec
+from orchestrator.signs import Attention, Limits, Signs, Stall
+from workloads.node import STACKS
+from workloads.stacks import DUMP_S
 
-STOP_S = (
-    10.0  # from SIGTERM to SIGKILL; a node parent needs less than 4 for the stacks and the end of its ranks
-)
+# From the order to stop to SIGKILL. A node parent whose ranks can be killed needs less than 4, one whose ranks the
+# kernel does not let go less than 13.
+STOP_S = 15.0
 POLL_S = 0.1
+STANDING_S = 5.0  # between reports of where a gang is
 
 log = logging.getLogger(__name__)
 
 Observer = Callable[[Mapping[str, Any]], None]
 
 
-def run(gang_set: GangSet, allocation: Allocation | None, step_timeout_s: float, observe: Observer) -> None:
+def run(gang_set: GangSet, allocation: Allocation | None, limits: Limits | float, observe: Observer) -> None:
     """Runs the gangs in order. Returns when all of them ended well, else raises AttemptError.
 
-    observe: gets every event of a node parent and every progress record (with "gang" and "rank"), as they come.
-    An exception out of it, or out of a signal handler, ends the gangs as well.
+    limits: how long a rank may be silent; a number holds for every step. observe: gets every event of a node parent and
+    every progress record (with "gang" and "rank") as they come, and records of kind "standing": where the gang is, by
+    its slowest rank, {"gang", "index" (of the step), "rank", "node", "silent_s", "ranks_there"}. An exception out of
+    it, or out of a signal handler, ends the gangs as well.
     """
     gang_set.write()
-    watch = _Watch(gang_set, observe)
+    watch = _Watch(gang_set, limits if isinstance(limits, Limits) else Limits(limits), observe)
     command = launch_command(gang_set, allocation)
     log.info("starting %s", " ".join(command))
     with (gang_set.folder / "node.log").open("ab") as errors:
@@ -50,43 +57,71 @@ def run(gang_set: GangSet, allocation: Allocation | None, step_timeout_s: float,
             start_new_session=True,  # a Ctrl-C on the terminal reaches the driver only, which stops in order
         )
     try:
-        hung = watch.follow(process, step_timeout_s)
+        watch.follow(process)
     finally:
         watch.stop(process)
-    watch.judge(process.returncode, step_timeout_s if hung else None)
+    watch.judge(process.returncode)
 
 
 class _Watch:
     """What is known of a running set: events so far, and where each rank of each gang is."""
 
-    def __init__(self, gang_set: GangSet, observe: Observer) -> None:
-        self.set = gang_set
-        self.observe = observe
+    def __init__(self, gang_set: GangSet, limits: Limits, observe: Observer) -> None:
+        self.set, self.limits, self.observe = gang_set, limits, observe
         self.events: list[Mapping[str, Any]] = []
-        self.progress = {spec.name: Progress(spec) for spec in gang_set.gangs}
-        self.running: list[str] = []  # gangs that have started, in order
-        self.last_sign = time.monotonic()
+        self.attention = Attention()
+        self.signs: dict[str, Signs] = {}  # of the gangs that have started, in order
+        self.last_event = self.attention.now()
+        self.stall: Stall | None = None  # of the gang that hangs
         self._partial = b""
+        self._reported = 0.0
 
-    def follow(self, process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-        """Until the command ends or a rank failed (False), or nothing moved for `timeout_s` (True)."""
+    def follow(self, process: subprocess.Popen[bytes]) -> None:
+        """Until the command ends, a rank failed, or nothing moves any more."""
         while True:
             ended = process.poll() is not None  # asked first: what it wrote before its end is read below
             self._read(process)
             if ended or any(map(_is_failure, self.events)):
-                return False
-            if time.monotonic() - self.last_sign > timeout_s:
-                return True
+                return
+            signs = self._current()
+            if signs is not None:
+                self.stall = signs.stall()
+                self._report(signs)
+            if self.stall is not None or (signs is None and self._idle() > self.limits.step):
+                return
+
+    def _current(self) -> Signs | None:
+        """Of the gang that runs; None before and between gangs."""
+        latest = next(reversed(self.signs.values()), None)
+        return latest if latest is not None and latest.lag() else None
+
+    def _idle(self) -> float:
+        return self.attention.now() - self.last_event
+
+    def _report(self, signs: Signs) -> None:
+        if self.attention.now() - self._reported < STANDING_S:
+            return
+        self._reported = self.attention.now()
+        standing = signs.standing()
+        if standing is not None:
+            self.observe({**standing, "node": self._node_of(standing["rank"])})
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
-        """Ends the command if it still runs: in order within STOP_S, by force after that."""
+        """Ends the command if it still runs: in order within STOP_S, by force after that. Where a gang hangs, its
+        stacks are asked for first."""
         assert process.stdin is not None
-        process.stdin.close()
-        deadline = time.monotonic() + STOP_S
+        seconds = STOP_S
+        with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
+            if self.stall is not None:
+                suspects = map(str, (*self.stall.lifeless, *self.stall.behind))
+                process.stdin.write(" ".join([STACKS.decode(), *suspects]).encode() + b"\n")
+                seconds += DUMP_S
+            process.stdin.close()
+        deadline = time.monotonic() + seconds
         while process.poll() is None and time.monotonic() < deadline:
             self._read(process)
         if process.poll() is None:
-            log.warning("pid %d did not stop within %s s and is killed", process.pid, STOP_S)
+            log.warning("pid %d did not stop within %s s and is killed", process.pid, seconds)
             self._kill(process)
         process.wait()
         self._read(process)
@@ -114,12 +149,11 @@ class _Watch:
             *lines, self._partial = (self._partial + chunk).split(b"\n")
             for line in lines:
                 self._take(line)
-        for name in self.running:
+        for name in self.signs:
             self._follow_ranks(name)
 
     def _follow_ranks(self, gang: str) -> None:
-        for record in self.progress[gang].new():
-            self.last_sign = time.monotonic()
+        for record in self.signs[gang].new():
             self.observe(record)
 
     def _take(self, line: bytes) -> None:
@@ -128,7 +162,7 @@ class _Watch:
         except json.JSONDecodeError:
             log.info("node output: %s", line.decode(errors="replace"))  # e.g. of a container's entry point
             return
-        self.last_sign = time.monotonic()
+        self.last_event = self.attention.now()
         self.events.append(event)
         if event["kind"] == "node_started" and not Path(event["source"]).is_relative_to(self.set.tree):
             raise AttemptError(
@@ -137,21 +171,24 @@ class _Watch:
                 "installation of this project comes first on the path of its interpreter.",
                 node=event["host"],
             )
-        if event["kind"] == "gang_started" and event["gang"] not in self.running:
-            self.running.append(event["gang"])
+        if event["kind"] == "gang_started" and event["gang"] not in self.signs:
+            spec = next(spec for spec in self.set.gangs if spec.name == event["gang"])
+            self.signs[spec.name] = Signs(spec, self.limits, self.attention)
+        if event["kind"] == "rank_started":
+            self.signs[event["gang"]].started()
         if event["kind"] == "rank_exited":
             self._follow_ranks(event["gang"])  # what it did comes before its end
+            self.signs[event["gang"]].ended(event["rank"])
         self.observe(event)
 
-    def judge(self, code: int, hung_s: float | None) -> None:
-        """Raises the failure that ended the set, if one did. hung_s: after so long without progress."""
+    def judge(self, code: int) -> None:
+        """Raises the failure that ended the set, if one did."""
         hosts = {event["node"]: event["host"] for event in self.events if event["kind"] == "node_started"}
         folders = {spec.name: Path(spec.output) for spec in self.set.gangs}
         error = first_failure(self.events, folders)
-        if error is None and hung_s and self.running:
-            gang = self.running[-1]
-            exits = [e for e in self.events if e["kind"] == "rank_exited" and e["gang"] == gang]
-            error = hang(gang, folders[gang], self.progress[gang].positions, exits, hung_s)
+        if error is None and self.stall is not None:
+            error = hang(self.stall, *self._fates(self.stall.spec.name))
+        error = unkillable(self.events) or error
         ended = [event for event in self.events if event["kind"] == "gang_ended"]
         if error is None and (code != 0 or len(ended) != len(self.set.gangs) * self.set.parents):
             error = self._vanished(code, hosts)
@@ -161,6 +198,12 @@ class _Watch:
             if isinstance(error.failure.node, int):
                 error.failure.node = hosts.get(error.failure.node, error.failure.node)
             raise error
+
+    def _fates(self, gang: str) -> tuple[list[Mapping[str, Any]], dict[int, int]]:
+        """The ends of a gang's ranks, and the node of each that started."""
+        own = [event for event in self.events if event.get("gang") == gang]
+        started = {e["rank"]: e["node"] for e in own if e["kind"] == "rank_started"}
+        return [e for e in own if e["kind"] == "rank_exited"], started
 
     def _node_of(self, rank: int) -> int | None:
         found = (
@@ -188,33 +231,3 @@ def _is_failure(event: Mapping[str, Any]) -> bool:
     return event["kind"] in ("node_failed", "launch_failed") or (
         event["kind"] == "rank_exited" and event["code"] != 0 and not event["stopped"]
     )
-
-
-class Progress:
-    """Follows the progress files of one gang."""
-
-    def __init__(self, spec: GangSpec) -> None:
-        self.spec = spec
-        self.positions: dict[int, Position] = dict.fromkeys(range(spec.parallelism.ranks), (-1, "end"))
-        self._read = dict.fromkeys(self.positions, 0)
-
-    def new(self) -> Sequence[Mapping[str, Any]]:
-        """`step` records written since the last call, with "gang" and "rank"; a line in the making waits."""
-        records = []
-        for rank in self.positions:
-            for line in self._lines(rank):
-                record = json.loads(line)
-                if record["kind"] == "step":
-                    self.positions[rank] = (record["index"], record["state"])
-                    records.append({**record, "gang": self.spec.name, "rank": rank})
-        return sorted(records, key=lambda record: float(record["time"]))
-
-    def _lines(self, rank: int) -> Sequence[bytes]:
-        path = Path(self.spec.output) / f"progress-{rank:05d}.jsonl"
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._read[rank])
-            whole = file.read().rpartition(b"\n")[0]
-        self._read[rank] += len(whole) + 1 if whole else 0
-        return whole.splitlines()

@@ -1,7 +1,7 @@
 """One rank as its node parent sees it: started by fork or from nothing, reaped, reported, ended within bounds."""
 
+import contextlib
 import json
-import math
 import os
 import signal
 import subprocess
@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workloads.processes import die_with_parent, kill_group
+from workloads.processes import catches, describe_state, die_with_parent, family, kill_group
 from workloads.spec import GangSpec
 
 STACK_DUMP_S = 0.5  # time given to the ranks to write their stacks
 TERMINATE_S = 2.0  # from SIGTERM to SIGKILL
+KILL_S = 5.0  # from SIGKILL until a process that still is there is the kernel's
 POLL_S = 0.02
 
 
@@ -148,7 +149,7 @@ def reap(gang: str, members: dict[int, Member], events: Events, stopped: Callabl
             rank=member.rank,
             code=code if code >= 0 else None,
             signal=signal.Signals(-code).name if code < 0 else None,
-            stopped=stopped() or code == -signal.SIGUSR1,
+            stopped=stopped(),
             error=member.error(),
             stacks_at=member.stacks_at,
         )
@@ -156,19 +157,30 @@ def reap(gang: str, members: dict[int, Member], events: Events, stopped: Callabl
 
 
 def end_members(gang: str, members: dict[int, Member], events: Events, ordered: bool) -> None:
-    """Stacks into the logs, SIGTERM, SIGKILL, each bounded in time; then none of the members is left.
+    """Stacks into the logs, SIGTERM, SIGKILL, each bounded in time. A member that is left then waits in the kernel,
+    which does not let it go, and is reported.
 
     ordered: whether somebody told the gang to stop, before one of its members failed. If not, the member that the
     failed one complained of may be on its way out, its connections closed first: an end before SIGTERM is its own.
     """
     for member in members.values():
         member.stacks_at = member.log.stat().st_size
-        kill_group(member.pid, signal.SIGUSR1)  # ends a rank only before it has a handler for it
+        _ask_for_stacks(member.pid)
     _reap_for(STACK_DUMP_S, gang, members, events, stopped=lambda: ordered)
-    for seconds, number in ((TERMINATE_S, signal.SIGTERM), (math.inf, signal.SIGKILL)):
+    for seconds, number in ((TERMINATE_S, signal.SIGTERM), (KILL_S, signal.SIGKILL)):
         for member in members.values():
             kill_group(member.pid, number)
         _reap_for(seconds, gang, members, events, stopped=lambda: True)
+    for rank, member in members.items():
+        events.emit("rank_unkillable", gang=gang, rank=rank, pid=member.pid, state=describe_state(member.pid))
+
+
+def _ask_for_stacks(leader: int) -> None:
+    """Of a rank and its descendants; those without a handler would die of the question."""
+    for pid in family(leader):
+        if catches(pid, signal.SIGUSR1):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
 
 
 def _reap_for(

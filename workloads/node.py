@@ -3,7 +3,9 @@
 `python -m workloads.node SET --node-rank I --ranks LO:HI` reads `SET/gangs.json`, a list of gang files, and
 writes one JSON event per line to standard output, where the driver (or a person) listens. With `--attended` the
 end of standard input is the order to stop, given by the driver or by its death; SIGTERM is the same order. Then,
-and when a rank fails, the stacks of the ranks go into their logs before they are ended.
+and when a rank fails, the stacks of the ranks go into their logs before they are ended. A line `stacks 6 9` before that
+order asks for the stacks of all ranks from outside, for a rank that hangs may be unable to tell its own; those of ranks
+6 and 9 first.
 """
 
 import argparse
@@ -20,9 +22,12 @@ from importlib import import_module
 from pathlib import Path
 from types import FrameType
 
-from workloads.member import POLL_S, Events, Member, end_members, forks, reap, start_rank
-from workloads.processes import adopt_orphans, die_with_parent, kill_children
+from workloads import shared_memory, stacks
+from workloads.member import KILL_S, POLL_S, Events, Member, end_members, forks, reap, start_rank
+from workloads.processes import adopt_orphans, die_with_parent, family, kill_children
 from workloads.spec import GangSpec
+
+STACKS = b"stacks"  # on standard input, with ranks
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +42,7 @@ class StopOrder:
     def __init__(self, attended: bool) -> None:
         self._attended = attended
         self._signalled = False
+        self._said = b""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
 
@@ -45,8 +51,15 @@ class StopOrder:
 
     def given(self) -> bool:
         while self._attended and not self._signalled and select.select([0], [], [], 0)[0]:
-            self._signalled = not os.read(0, 4096)
+            said = os.read(0, 4096)
+            self._said += said
+            self._signalled = not said
         return self._signalled
+
+    def lagging(self) -> list[int] | None:
+        """Ranks to look at first, where the order came with a request for stacks."""
+        command, *ranks = self._said.split() or [b""]
+        return list(map(int, ranks)) if command == STACKS else None
 
 
 def preload(spec: GangSpec) -> None:
@@ -75,8 +88,13 @@ def run_gang(spec: GangSpec, gang_file: Path, ranks: range, events: Events, orde
             time.sleep(POLL_S)
         well = well and not members
     finally:
+        lagging = order.lagging() if ordered else None
+        if lagging is not None:
+            stacks.dump({rank: one.pid for rank, one in members.items()}, Path(spec.output), lagging)
+        shared = shared_memory.used_by(family(os.getpid())[1:])
         end_members(spec.name, members, events, ordered)
-        kill_children()  # what ranks started and left
+        kill_children(KILL_S)  # what ranks started and left
+        shared_memory.remove_left(shared)
     return well
 
 

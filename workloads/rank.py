@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from collectors.records import RecordWriter, rank_file
-from workloads import faults, scenario
+from workloads import faults, heartbeat, scenario
 from workloads.engines.protocol import InProcessEngine
 from workloads.loading.lifecycle import EventSink
 from workloads.observer import RankObserver
-from workloads.processes import die_with_parent
+from workloads.processes import allow_debugger, die_with_parent
 from workloads.spec import GangSpec
 
 REPORT_LIMIT = (
@@ -60,12 +60,15 @@ def run(gang_file: Path, rank: int, report_fd: int) -> int:
     """
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    allow_debugger(os.getppid())
     # force: a forked rank inherits the node parent's handler.
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s rank {rank} %(levelname)s %(message)s", force=True
     )
     try:
-        _play(GangSpec.read(gang_file), rank)
+        spec = GangSpec.read(gang_file)
+        with heartbeat.beating(heartbeat.beat_file(Path(spec.output), rank)):
+            _play(spec, rank)
     except BaseException as error:
         log.exception("rank %d of %s failed", rank, gang_file)
         os.write(report_fd, json.dumps(failure_report(error)).encode())

@@ -163,16 +163,6 @@ def test_disk_that_is_full_while_recording_is_named_by_the_file(tmp_path: Path) 
     assert str(tmp_path / "candidate" / "progress-00001.jsonl") in failure.message
 
 
-def test_hang_names_the_rank_that_the_others_wait_for(tmp_path: Path) -> None:
-    failure = failure_of(
-        tmp_path, "hang:2", timeout_s=20
-    )  # which also bounds the import of torch, on a busy machine
-    assert (failure.type, failure.rank) == ("hang", 2)
-    assert "in _hang" in failure.stack
-    assert "ranks 0, 1, 3 in update" in failure.message
-    assert "step 1" in failure.message
-
-
 def test_rank_that_ignores_sigterm_and_its_runaway_child_are_ended(tmp_path: Path) -> None:
     failure = failure_of(tmp_path, "deaf:0+late:1+raise:1", ranks=2)
     assert (failure.type, failure.rank) == ("rank_failed", 1)

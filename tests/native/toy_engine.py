@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import io
+import mmap
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from workloads import heartbeat
 from workloads.engines.protocol import Generation, Part, Prompt, Rule, UnsupportedError, UpdateStats
 from workloads.loading.lifecycle import EventSink
 from workloads.spec import WHOLE, Arrival, GangSpec, Sampling
@@ -114,6 +116,34 @@ class ToyEngine:
 
     def _hang(self) -> None:
         time.sleep(600)
+
+    def _grip(self) -> None:
+        """Native code that keeps the interpreter's lock."""
+        ctypes.PyDLL(None).sleep(120)
+
+    def _halt(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _work(self) -> None:
+        """Takes long, unit by unit."""
+        for _ in range(18):
+            time.sleep(0.5)
+            heartbeat.advance()
+
+    def _crowd(self) -> None:
+        """Workers of its own that do not go by themselves, and shared memory that nobody unlinks."""
+        with open(f"/dev/shm/toy-{self.spec.master_port}", "w+b") as file:
+            file.truncate(4096)
+            self.shared = mmap.mmap(file.fileno(), 4096)
+        for prepare in (
+            lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+            os.setsid,
+            lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        ):
+            if os.fork() == 0:
+                prepare()
+                time.sleep(600)
+                os._exit(0)
 
     def _deaf(self) -> None:
         """Hangs, and SIGTERM does not end it; has a child of its own that left the process group."""

@@ -6,21 +6,9 @@ from typing import Any
 
 import pytest
 
-from orchestrator.failure import AttemptError, first_failure, hang, place
+from orchestrator.failure import AttemptError, first_failure, unkillable
 
 FOLDERS = {"candidate": Path("/nowhere")}
-
-WAITING = """\
-Thread 0x00007f0000000001 (most recent call first):
-  File "/usr/lib/python3.11/threading.py", line 324 in wait
-
-Current thread 0x00007f0000000002 (most recent call first):
-  File "/venv/site-packages/torch/distributed/distributed_c10d.py", line 2810 in all_reduce
-  File "/venv/site-packages/torch/distributed/c10d_logger.py", line 83 in wrapper
-  File "/src/workloads/models/parallel.py", line 40 in gather
-  File "/src/workloads/node.py", line 10 in main
-"""
-BUSY = WAITING.replace("line 40 in gather", "line 77 in scatter")
 
 
 def exited(rank: int, time: float, error: dict | None = None, **values: Any) -> dict[str, Any]:
@@ -62,6 +50,7 @@ def test_complaints_about_others_that_came_first_are_not_the_cause() -> None:
     [
         {"error": report("KeyError", "'w1'", 0.8), "signal": "SIGTERM", "code": None},
         {"error": None, "code": 7},
+        {"error": None, "code": None, "signal": "SIGSEGV"},
     ],
 )
 def test_rank_that_was_leaving_when_all_were_told_to_stop_is_the_cause(leaving: dict[str, Any]) -> None:
@@ -71,7 +60,8 @@ def test_rank_that_was_leaving_when_all_were_told_to_stop_is_the_cause(leaving: 
         exited(2, 1.2, lost(0.7), stopped=True),
         exited(5, 1.3, stopped=True, **leaving),
     )
-    assert (error.failure.type, error.failure.rank, error.failure.node) == ("rank_failed", 5, 1)
+    type_ = "rank_killed" if leaving.get("signal") == "SIGSEGV" else "rank_failed"
+    assert (error.failure.type, error.failure.rank, error.failure.node) == (type_, 5, 1)
 
 
 @pytest.mark.parametrize(
@@ -159,38 +149,13 @@ def test_node_parent_that_fails_is_told_before_its_ranks() -> None:
     assert (error.failure.type, error.failure.node) == ("disk_full", 2)
 
 
-def test_place_is_the_main_threads_innermost_frame_outside_torch() -> None:
-    assert place(WAITING) == "gather (/src/workloads/models/parallel.py:40)"
-    assert place("") == "no Python frame"
-
-
-def write_stacks(folder: Path, by_rank: dict[int, str]) -> list[dict[str, Any]]:
-    for rank, stack in by_rank.items():
-        (folder / f"rank-{rank:05d}.log").write_text("earlier output\n" + stack)
-    return [exited(rank, 1.0, stopped=True, stacks_at=len("earlier output\n")) for rank in by_rank]
-
-
-def test_hang_blames_the_ranks_that_are_steps_behind(tmp_path: Path) -> None:
-    exits = write_stacks(tmp_path, {0: WAITING, 1: WAITING, 2: BUSY})
-    positions = {0: (3, "start"), 1: (2, "end"), 2: (3, "start")}
-    error = hang("candidate", tmp_path, positions, exits, 30.0)
-    assert error.failure.rank == 1
-    assert "Behind: ranks 1." in error.failure.message
-
-
-def test_hang_in_one_step_blames_the_ranks_that_stand_elsewhere(tmp_path: Path) -> None:
-    exits = write_stacks(tmp_path, {0: WAITING, 1: WAITING, 2: BUSY, 3: WAITING})
-    error = hang("candidate", tmp_path, dict.fromkeys(range(4), (1, "start")), exits, 30.0)
-    assert error.failure.rank == 2
-    assert "ranks 2 in scatter" in error.failure.message
-    assert "ranks 0, 1, 3 in gather" in error.failure.message
-    assert error.failure.stack == BUSY
-
-
-def test_hang_before_the_first_step_has_no_step(tmp_path: Path) -> None:
-    error = hang("candidate", tmp_path, dict.fromkeys(range(2), (-1, "end")), [], 30.0)
-    assert "in its start" in error.failure.message
-    assert "Behind: no rank" in error.failure.message
+def test_process_that_cannot_be_killed_makes_its_node_the_one_at_fault() -> None:
+    left = {"kind": "rank_unkillable", "gang": "candidate", "node": 2, "rank": 9, "pid": 77, "time": 5.0}
+    error = unkillable([exited(0, 1.0, lost(0.9)), left | {"state": "waits in the kernel (state D)"}])
+    assert error is not None
+    assert (error.failure.type, error.failure.rank, error.failure.node) == ("node_failed", 9, 2)
+    assert "It waits in the kernel (state D)." in error.failure.message
+    assert unkillable([exited(0, 1.0)]) is None
 
 
 NUMA = "AssertionError: Not enough allowed NUMA nodes to bind threads of 2 local CPUWorkers."

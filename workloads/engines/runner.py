@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workloads import heartbeat
 from workloads.engines.protocol import Generation, Prompt
 from workloads.engines.scheduler import Chunk, Limits, Scheduler, planned_passes
 from workloads.kernels.sampling import sample, top_logprobs
@@ -61,6 +62,7 @@ class Run:
         count = 0
         while not (self._asks(count) and all_agree(world, self._scheduler.done)):
             self._pass(self._scheduler.next_pass())
+            heartbeat.advance()
             count += 1
         return [request.generation for request in self._requests]
 

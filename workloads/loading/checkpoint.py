@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from workloads import heartbeat
 from workloads.loading.shards import CheckpointError, Layout, TensorMeta, mismatches, read_layout
 from workloads.loading.tensor_table import TensorSpec
 from workloads.loading.weights import Region, narrow, whole
@@ -98,6 +99,7 @@ class SafetensorsCheckpoint:
         meta = self.meta(name)
         location = self._layout.tensors[name]
         data = self._map(location.file)[location.begin : location.begin + meta.nbytes]
+        heartbeat.advance()
         dtype = TORCH_DTYPES[meta.dtype]
         if location.begin % dtype.itemsize:  # legal in the format, but not as a view
             data = data.clone()

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from workloads import heartbeat
+
 
 class EventSink(Protocol):
     def write(self, kind: str, record: dict[str, Any]) -> None: ...
@@ -48,6 +50,7 @@ class Lifecycle:
             "module": module,
         }
         self.events.append(entry)
+        heartbeat.advance()
         if self._sink is not None:
             self._sink.write("event", entry)
             if event in ("load_end", "finalize"):

@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import torch
 
+from workloads import heartbeat
 from workloads.loading.shards import INDEX, CheckpointError, TensorMeta, read_layout
 from workloads.loading.tensor_table import DTYPE_BYTES
 
@@ -140,6 +141,7 @@ def _write_shard(
                 f"Tensor {name!r} was announced as {meta.dtype} {meta.shape} and made as {tensor.dtype} "
                 f"{tuple(tensor.shape)}. Announce what is written."
             )
+        heartbeat.advance()
         out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from workloads import heartbeat
 from workloads.engines.protocol import Generation, Prompt, Tokenizer, UnsupportedError, UpdateStats
 from workloads.engines.tokenizer import make_tokenizer
 from workloads.engines.vllm import offline, saved
@@ -123,6 +124,7 @@ class VllmEngine:
         for start in range(0, len(names), TRANSFER_CHUNK):
             chunk = {"folder": str(folder), "names": names[start : start + TRANSFER_CHUNK]}
             rpc("update_weights", update_info=chunk)
+            heartbeat.advance()
         rpc("finish_weight_update")
 
     def save(self, checkpoint: str, via: str) -> None:
