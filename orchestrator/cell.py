@@ -11,6 +11,7 @@ from typing import Any
 
 from orchestrator.judge.attempt import AGAIN
 from workloads.loading.paths import SAVED
+from workloads.source import is_source
 from workloads.spec import Step
 
 FRESH_VIA = "safetensors"  # how a fresh start loads
@@ -188,7 +189,9 @@ def _arm_identity(arm: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     environment = arm.get("environment")  # cells from before there were any have the ids that they had
     packages = {} if environment is None else {"environment": environment}
-    return {"source": arm["source"], "faults": arm["faults"], **packages}
+    over_package = [[one["at"], one["sha256"]] for one in arm.get("overlay", []) if not is_source(one["at"])]
+    laid = {"overlay": over_package} if over_package else {}
+    return {"source": arm["source"], "faults": arm["faults"], **packages, **laid}
 
 
 def _image(cell: Cell) -> list[str | None]:

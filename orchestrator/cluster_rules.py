@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
-from orchestrator import slurm, text
-from orchestrator.freeze import cell_arms
+from orchestrator import arm_overlay, slurm, text
+from orchestrator.freeze import arm_environment, cell_arms
 from orchestrator.provenance import tree as source_tree
 from orchestrator.schema import Cluster, Preflight, Root
 from workloads.source import SOURCES
@@ -117,6 +117,7 @@ def _code(root: Root) -> Problems:
         for fault in arm.faults:
             if fault not in known:
                 yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
+        yield from arm_overlay.problems(root, name, arm, arm_environment(root, arm))
 
 
 @cache

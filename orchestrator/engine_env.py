@@ -28,6 +28,12 @@ for name in sys.argv[1:]:
     except PackageNotFoundError:
         pass
 """
+_ASK_FOLDER = """\
+import sys
+from importlib.util import find_spec
+found = find_spec(sys.argv[1])
+print(found.submodule_search_locations[0] if found else "")
+"""
 
 
 class EngineEnvironmentError(Exception):
@@ -114,6 +120,21 @@ def engine_version(python: str, engine: str) -> tuple[str, str] | None:
         raise EngineEnvironmentError(f"{python} fails: {' '.join(done.stderr.split())}")
     found = done.stdout.split()
     return (found[0], found[1]) if found else None
+
+
+@cache
+def package_folder(python: str, package: str) -> Path:
+    """Where an interpreter has a package, which is not imported. Raises EngineEnvironmentError."""
+    asked = [python, "-P", "-c", _ASK_FOLDER, package]
+    try:
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    except OSError as error:
+        raise EngineEnvironmentError(f"{python} cannot be started: {error.strerror}.") from error
+    if done.returncode != 0 or not done.stdout.strip():
+        raise EngineEnvironmentError(
+            f"{python} has no package {package}. {' '.join(done.stderr.split())}".strip()
+        )
+    return Path(done.stdout.strip())
 
 
 def engine_problems(python: str, engine: str, environment: str | None) -> list[str]:

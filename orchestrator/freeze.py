@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from collectors.gsm8k import questions as gsm8k
-from orchestrator import provenance
+from orchestrator import arm_overlay, provenance
 from orchestrator.cell import Cell, digest
 from orchestrator.engine_env import environment_identity
 from orchestrator.schema import Arm, LoadPath, Root
+from orchestrator.trees import arm_source
 from workloads.models.architectures import ARCHITECTURES
 from workloads.spec import Model
 
@@ -28,10 +29,14 @@ def freeze(root: Root, labels: dict[str, str]) -> Cell:
         **{name: _freeze_arm(arm, arm_environment(root, arm)) for name, arm in cell_arms(root).items()},
     }
     faults = ",".join(root.code.candidate.faults)
+    laid = ",".join(one.at for one in root.code.candidate.overlay)
     return {
         "format": FORMAT,
         "experiment": root.name,
-        "labels": {**labels, **({"faults": faults} if faults else {})},
+        "labels": {
+            **labels,
+            **{name: text for name, text in (("faults", faults), ("overlay", laid)) if text},
+        },
         "model": _freeze_model(root.model),
         "parallelism": asdict(root.parallelism),
         "backend": asdict(root.backend),
@@ -54,10 +59,11 @@ def _freeze_model(model: Model) -> dict[str, Any]:
 
 
 def cell_arms(root: Root) -> dict[str, Arm]:
-    """The arms that run: `base` only where a path, a commit, an engine's environment or faults say which."""
-    code = root.code
-    told = any(of is not None for of in (code.base.path, code.base.commit, code.base.environment))
-    return {"candidate": code.candidate, **({"base": code.base} if told or code.base.faults else {})}
+    """The arms that run: `base` only where a path, commit, engine's environment, overlay or faults say which."""
+    base = root.code.base
+    told = any(of is not None for of in (base.path, base.commit, base.environment))
+    is_there = told or base.overlay or base.faults
+    return {"candidate": root.code.candidate, **({"base": base} if is_there else {})}
 
 
 def arm_environment(root: Root, arm: Arm) -> str | None:
@@ -69,11 +75,12 @@ def arm_environment(root: Root, arm: Arm) -> str | None:
 def _freeze_arm(arm: Arm, environment: str | None) -> dict[str, Any]:
     tree = provenance.tree(arm.path)
     commit = None if arm.commit is None else provenance.resolve_commit(tree, arm.commit)
-    source = provenance.source_hash(tree, commit)
+    overlay = arm_overlay.freeze(arm)
     return {
         "path": str(tree),
         "commit": commit,
-        "source": source,
+        "source": arm_source(tree, commit, overlay),
+        **({"overlay": overlay} if overlay else {}),
         "faults": list(arm.faults),
         "environment": None if environment is None else environment_identity(environment),
     }

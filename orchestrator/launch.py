@@ -45,6 +45,7 @@ class GangSet:
     folder: Path
     gangs: Sequence[GangSpec]
     tree: Path  # the workloads/ and collectors/ below it run
+    package: Path | None = None  # the engine's package below it runs instead of the installed one
     parents: int = 1  # node parents: one on this machine, one a node on a cluster
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -104,7 +105,7 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
     """Variables of the node parents and their ranks: the driver's without the scheduler's, then our own."""
     removed = set(inherited_names(os.environ))
     variables = {name: value for name, value in os.environ.items() if name not in removed}
-    paths = [str(gang_set.tree), *filter(None, [variables.get("PYTHONPATH")])]
+    paths = [str(path) for path in (gang_set.tree, gang_set.package, variables.get("PYTHONPATH")) if path]
     variables |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

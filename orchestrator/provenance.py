@@ -92,8 +92,15 @@ def resolve_commit(tree: Path, revision: str) -> str:
 @cache
 def source_hash(tree: Path, commit: str | None = None) -> str:
     """SHA-256 over names and contents of workloads/ and collectors/, as they lie there or at `commit`."""
-    found = files_hash(_files_at(tree, commit) if commit is not None else files_in(tree))
-    if found is None:
+    found = files_hash(tree_files(tree, commit).items())
+    assert found is not None, "tree_files refuses an empty tree"
+    return found
+
+
+def tree_files(tree: Path, commit: str | None = None) -> Mapping[str, bytes]:
+    """Content by name of workloads/ and collectors/, as they lie there or at `commit`."""
+    found = dict(_files_at(tree, commit) if commit is not None else files_in(tree))
+    if not found:
         raise ProvenanceError(
             f"{tree} holds no workloads/ and collectors/: an arm's path must be a source tree of this project."
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 from collectors.records import rank_file
 from orchestrator.cell import FRESH
 from orchestrator.judge.attempt import PER_RANK, REFERENCE
-from orchestrator.staging import ArmGangs, move_in
-from orchestrator.store import Store, sync_folder, write_json
+from orchestrator.staging import ArmGangs
+from orchestrator.store import Store, move_in, sync_folder, write_json
 from workloads.spec import GangSpec
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from orchestrator import cancelled, experiment, follow
 from orchestrator.arguments import Parser, UsageError, one_name
 from orchestrator.cell import Cell
 from orchestrator.history import Experiment, lacking, load, renew
-from orchestrator.provenance import source_hash
 from orchestrator.show import SHORT, console
 from orchestrator.slurm import available
 from orchestrator.store import Store, StoreError
+from orchestrator.trees import arm_source
 
 HELP = """\
 Runs again what a run lacks, where it ran before: cells without a result, those that
@@ -89,7 +89,7 @@ def _refuse_changed_code(folder: Path, cells: Mapping[str, Cell]) -> None:
     for name, cell in cells.items():
         for arm in filter(None, cell["code"].values()):
             tree = Path(arm["path"])
-            if arm["commit"] is None and source_hash(tree) != arm["source"]:
+            if arm["commit"] is None and arm_source(tree, None, arm.get("overlay", [])) != arm["source"]:
                 raise UsageError(
                     f"workloads/ or collectors/ of {tree} have changed since {folder.name} was planned, and cell "
                     f"{name[:SHORT]} is of what they were: restore them, or start a new run."

@@ -55,11 +55,22 @@ class LoadPath:
 
 
 @dataclass
+class Overlaid:
+    """A file that takes the place of one in an arm's tree, or of one in the engine's package."""
+
+    at: str = ""  # the place: below workloads/ or collectors/, or below the engine's package, vllm/
+    file: str = ""  # what is put there
+    replaces: Any = None  # SHA-256 of the file that it was made from; null: there is none at this place
+
+
+@dataclass
 class Arm:
-    """One version of the code under test: a source tree, at a commit if given, with faults injected."""
+    """One version of the code under test: a source tree, at a commit if given, with files laid over it and faults
+    injected."""
 
     path: str | None = None  # of the tree; null, or `this`: this checkout
     commit: Any = None  # any git revision of `path`; null: the files as they are
+    overlay: list[Overlaid] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)  # modules of workloads/faults
     environment: Any = None  # of the engine, instead of backend.environment: compares two releases of it
 
@@ -94,6 +105,18 @@ class Collect:
 
 
 @dataclass
+class StepTimeouts:
+    """Seconds by what a step does. Null: policy.step_timeout_s."""
+
+    start: int | None = None
+    update: int | None = None
+    sleep: int | None = None
+    wake: int | None = None
+    save: int | None = None
+    observe: int | None = None
+
+
+@dataclass
 class Retries:
     """Fresh jobs of one cell after failures of one type. Failures of the program have no key: they are results."""
 
@@ -115,6 +138,7 @@ class Retries:
 class Policy:
     coverage: float = 0.999
     step_timeout_s: int = 1800
+    step_timeouts_s: StepTimeouts = field(default_factory=StepTimeouts)
     retries: Retries = field(default_factory=Retries)
     max_attempts: int = 4  # of one cell in one experiment, whatever their failures were
     quarantine_s: int = 14400  # how long a node that failed is avoided

@@ -1,14 +1,11 @@
-"""Lays out what the gangs of a cell need: source trees, checkpoints, prompts, and each gang's specification."""
+"""Lays out what the gangs of a cell need: checkpoints, prompts, and each gang's specification."""
 
 import hashlib
-import io
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,9 +28,10 @@ from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
 from orchestrator.judge.attempt import again_folder
 from orchestrator.launch import Allocation, GangSet, free_port, master_address, ray_cluster
-from orchestrator.provenance import checkout, folder_state, source_hash
+from orchestrator.provenance import checkout, folder_state
+from orchestrator.signs import limits_of
 from orchestrator.store import Store
-from workloads.source import SOURCES
+from orchestrator.trees import overlaid_package, source_tree
 from workloads.spec import GangSpec, Sampling, Step
 
 SAVED = "saved"  # folder below a reference's, of the files that it wrote for other starts
@@ -124,11 +122,12 @@ def _gang_set(staged: Staged, arm: str, folder: Path, specs: Sequence[GangSpec])
         folder=folder,
         gangs=specs,
         tree=source_tree(cell["code"][arm], store),
-        ray=ray_cluster(cluster),
+        package=Path(specs[0].package_dir) if specs[0].package_dir else None,
         parents=1 if cluster["kind"] == "local" else cell["parallelism"]["nodes"],
         python=interpreter(cell, arm),
         environment=cluster["env"],
         image=cluster["image"],
+        ray=ray_cluster(cluster),
         mounts=[f"{path}:{path}" for path in (store.root, *_given_checkpoints(cell))] + cluster["mounts"],
     )
 
@@ -140,49 +139,6 @@ def interpreter(cell: Cell, arm: str) -> str:
     if environment is not None:
         return str(environment_python(environment["name"], environment["lock"]))
     return str(cell["backend"]["python"] or ("python3" if cell["cluster"]["image"] else sys.executable))
-
-
-def move_in(folder: Path, final: Path) -> None:
-    """Renames a complete folder into place, in one step. Where another process was faster, its equal is kept."""
-    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    try:
-        folder.rename(final)
-    except OSError:
-        if not final.is_dir():
-            raise
-        shutil.rmtree(folder)
-
-
-def source_tree(arm: Mapping[str, Any], store: Store) -> Path:
-    """The folder whose workloads/ and collectors/ run: the arm's own, or its commit unpacked in the store.
-
-    Raises AttemptError when its content is not what the cell froze.
-    """
-    tree = Path(arm["path"])
-    if arm["commit"] is not None:
-        tree = store.root / "trees" / arm["source"]
-        if not tree.is_dir():
-            _unpack(Path(arm["path"]), arm["commit"], tree)
-    found = source_hash(tree)
-    if found != arm["source"]:
-        raise AttemptError(
-            "code",
-            f"{'/ and '.join(SOURCES)}/ of {tree} have changed since the cell was frozen: their hash is "
-            f"{found[:12]}, the cell says {arm['source'][:12]}. Start the experiment again, or restore the files.",
-        )
-    return tree
-
-
-def _unpack(repository: Path, commit: str, tree: Path) -> None:
-    command = ["git", "-C", str(repository), "archive", "--format=tar", commit, "--", *SOURCES]
-    archive = subprocess.run(command, capture_output=True, timeout=120)
-    if archive.returncode != 0:
-        raise AttemptError("code", f"{' '.join(command)} failed: {archive.stderr.decode().strip()}")
-    temporary = tree.with_name(f".{tree.name}-{secrets.token_hex(4)}")
-    temporary.mkdir(mode=0o700, parents=True)
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
-        tar.extractall(temporary, filter="data")
-    move_in(temporary, tree)
 
 
 def _checkpoint_dir(cell: Cell, name: str, store: Store) -> Path:
@@ -327,10 +283,13 @@ def _spec(
             "prompts": dict(staged.prompts),
             "throughput": collect["throughput"],
             "faults": cell["code"][arm]["faults"],
+            "package_dir": str(
+                overlaid_package(cell["code"][arm], interpreter(cell, arm), staged.store) or ""
+            ),
             "saved_dir": "" if saved is None else str(saved),
             "trace": output.name == arm and any("tensors" in step.collect for step in steps),
             "master_addr": master_address(staged.allocation),
             "master_port": free_port(),
-            "collective_timeout_s": int(cell["policy"]["step_timeout_s"]) + COLLECTIVE_MARGIN_S,
+            "collective_timeout_s": int(limits_of(cell["policy"]).longest) + COLLECTIVE_MARGIN_S,
         }
     )

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -244,6 +245,17 @@ def write_json(path: Path, data: Any, durable: bool = True) -> None:
     temporary.replace(path)
     if durable:
         sync_folder(path.parent)
+
+
+def move_in(folder: Path, final: Path) -> None:
+    """Renames a complete folder into place, in one step. Where another process was faster, its equal is kept."""
+    final.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.rename(final)
+    except OSError:
+        if not final.is_dir():
+            raise
+        shutil.rmtree(folder)
 
 
 def sync_folder(folder: Path) -> None:

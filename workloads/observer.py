@@ -8,6 +8,7 @@ from collectors.memory import gather_memory
 from collectors.records import rank_file
 from collectors.tensors import TensorAuditor
 from workloads.engines.protocol import Audited
+from workloads.imported import require_own_code
 from workloads.loading.checkpoint import CheckpointReader
 from workloads.loading.perturb import open_view
 from workloads.spec import GangSpec
@@ -24,7 +25,11 @@ class RankObserver:
         self._reader = functools.cache(self._open)
 
     def tensors(self, observation: str, checkpoint: str) -> None:
-        """Audits every tensor against checkpoint entry `checkpoint`, which the engine should hold."""
+        """Audits every tensor against checkpoint entry `checkpoint`, which the engine should hold.
+
+        Raises CodeError where this process runs code of another arm: its tensors would be no evidence.
+        """
+        require_own_code(self._spec.package_dir)
         draft = self._spec.checkpoints[checkpoint].draft
         readers = {"draft": self._reader(draft)} if draft else {}
         self._auditor.observe(

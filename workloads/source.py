@@ -17,6 +17,11 @@ def files_in(tree: Path) -> Iterable[tuple[str, bytes]]:
                 yield path.relative_to(tree).as_posix(), path.read_bytes()
 
 
+def is_source(name: str) -> bool:
+    """Whether a path, written from the tree on, lies in the sources."""
+    return name.partition("/")[0] in SOURCES
+
+
 def files_hash(files: Iterable[tuple[str, bytes]]) -> str | None:
     """SHA-256 over names and contents, in the order of the names; None of no files."""
     total = hashlib.sha256()

@@ -190,6 +190,9 @@ class GangSpec:
     throughput: dict[str, int] = field(default_factory=dict)  # prompt_tokens, new_tokens, requests
     saved_dir: str = ""  # folder of the engine's own files: a step `save` writes them, some starts read them
     faults: list[str] = field(default_factory=list)
+    package_dir: str = (
+        ""  # folder of the engine's package with the arm's files laid over it, if there are any
+    )
     trace: bool = False  # after the start, look which storages a forward reads; the audit must reach them
     master_addr: str = "127.0.0.1"
     master_port: int = 0
