@@ -74,7 +74,8 @@ def run(store: Store, folder: Path, out: Console, watch: bool) -> int:
     for number, name in enumerate(local, 1):
         of = " ".join(f"{key}={value}" for key, value in labels[name].items())
         out.print(f"\ncell {number} of {len(local)}, {name[:12]}: {escape(of)}", soft_wrap=True)
-        run_here(store, here, name)
+        if not run_here(store, here, name):
+            out.print("another operator has measured or cancelled it meanwhile")
     if watch and remote.cells:
         follow.watch(store, remote, plainly(out))
     elif not look.is_over:

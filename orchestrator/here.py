@@ -23,14 +23,14 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C."""
 
 
-def run_here(store: Store, experiment: Experiment, name: str) -> None:
-    """One attempt at a cell, whose driver has the terminal; it always leaves a result. None where the cell has got a
-    result that stands meanwhile: of another operator, or of one who cancelled it."""
+def run_here(store: Store, experiment: Experiment, name: str) -> bool:
+    """One attempt at a cell, whose driver has the terminal; it always leaves a result. False: none was made, since the
+    cell has got a result that stands meanwhile, of another operator or of one who cancelled it."""
     cell = experiment.cells[name]
     with store.locked(name) as locks:
         history = read_history(store, Book(store), name, experiment.before[name])
         if stands(store, experiment, name, history) in (DONE, FAILED):
-            return
+            return False
         store.write_cell(cell)
         attempt = store.new_attempt(name)
         write_json(attempt / "provenance.json", provenance.collect())
@@ -44,6 +44,7 @@ def run_here(store: Store, experiment: Experiment, name: str) -> None:
             failure = Failure("lost", f"The driver {how} and left no {RESULT}; see {attempt / 'driver.log'}.")
             failure = cancelled.explained(attempt, failure)
             write_json(attempt / RESULT, unjudged(cell, name, attempt.name, "ERROR", failure))
+        return True
 
 
 def _drive(attempt: Path, locks: Sequence[int]) -> int:

@@ -18,6 +18,7 @@ from workloads.loading.paths import MANIFEST
 FINISHED = ("PASS", "FAIL", "INCONCLUSIVE", "NOT_RUN")  # an ERROR is no measurement: it is tried again
 UPSTREAM = "upstream"  # failure type of a NOT_RUN: another cell did not make what this one needs
 RESULT = "result.json"
+_NAMED = 12  # runs that a message lists
 LOCK_WAIT_S = 180.0  # for another process that submits; longer than a command of Slurm may take
 
 
@@ -147,8 +148,10 @@ class Store:
                 return folder.resolve()
         found = sorted(self.experiments.glob(f"{name}*/cells.json"), key=lambda path: path.stat().st_mtime)
         if not found:
-            known = ", ".join(sorted(path.name for path in self.experiments.iterdir())) or "none"
-            raise StoreError(f"There is no run {name!r} in {self.experiments}; there are: {known}.")
+            known = sorted(path.name for path in self.experiments.iterdir())
+            more = f" and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+            listed = ", ".join(known[:_NAMED]) or "none"
+            raise StoreError(f"There is no run {name!r} in {self.experiments}; there are: {listed}{more}.")
         return found[-1].parent
 
     @contextmanager

@@ -17,6 +17,7 @@ from orchestrator.cli import main
 from orchestrator.failure import Failure
 from orchestrator.provenance import checkout
 from orchestrator.result import unjudged
+from orchestrator.signs import STANDING
 from orchestrator.store import Store, read_json, write_json
 
 SWEEP = ["-m", "load_path=cold,direct", "cluster.memory_gb=2"]
@@ -163,6 +164,26 @@ def test_a_cell_that_runs_elsewhere_is_refused_before_anything_runs(
     assert f"is being run by process {os.getpid()} on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("verdict_", "code"), [("PASS", 0), ("ERROR", 3)])
+def test_a_cell_that_somebody_measures_or_cancels_meanwhile_is_not_run(
+    driver: Driver, store: Store, verdict_: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def meanwhile(attempt: Path) -> None:
+        driver.before = lambda _: None
+        [name] = {path.name for path in store.cells.iterdir()} - {attempt.parent.name}
+        other = store.new_attempt(name)
+        result = unjudged(
+            read_json(other.parent / "cell.json"), name, other.name, verdict_, Failure("cancelled", "x")
+        )
+        write_json(other / "result.json", {**result, **({} if verdict_ == "ERROR" else {"error": None})})
+
+    driver.before = meanwhile
+    assert orchestrate(store, *SWEEP) == code
+    assert len(driver.attempts) == 1
+    assert "another operator has measured or cancelled it meanwhile" in capsys.readouterr().out
+    assert verdict(store)["counts"] == ({"PASS": 2} if code == 0 else {"PASS": 1, "ERROR": 1})
+
+
 def test_an_interrupted_run_keeps_what_is_finished(
     driver: Driver, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,13 +257,17 @@ def test_status_says_what_cells_are_doing(
     driver: Driver, store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def look(attempt: Path) -> None:
+        standing = {"gang": "candidate", "step": "2/3 update new", "rank": 6, "node": "n1", "silent_s": 41.2}
+        write_json(attempt / STANDING, standing)
         assert orchestrate(store, "status") == 0
 
     driver.before = look
     driver.verdicts = ["ERROR"]
     orchestrate(store, *SWEEP)
     out = capsys.readouterr().out
-    assert "running since" in out
+    said = " ".join(out.replace("│", " ").split())
+    assert "running since" in said
+    assert "update new, rank 6 on n1, silent for 41 s" in said
     assert "not started" in out
     assert orchestrate(store, "status", "adhoc") == 0
     assert "ERROR (rank_failed)" in capsys.readouterr().out

@@ -186,6 +186,10 @@ def test_runs_are_found_by_path_name_and_beginning(store: Store) -> None:
     assert store.find_experiment("refit") == folders[1]
     with pytest.raises(StoreError, match=r"There is no run 'other' .*; there are: refit-"):
         store.find_experiment("other")
+    for number in range(20):
+        (store.experiments / f"more-{number}").mkdir()
+    with pytest.raises(StoreError, match=r"more-0, .* and 10 more\.$"):
+        store.find_experiment("other")
 
 
 def test_references_have_a_folder_per_arm_and_checkpoint(store: Store, cell: Cell) -> None:
