@@ -8,17 +8,13 @@ from orchestrator.arguments import UsageError
 from orchestrator.show import SHORT
 
 Json = dict[str, Any]
+LISTED = 12  # cells that a message lists
 
 
 def varied_labels(cells: Sequence[Json]) -> list[str]:
     """Keys of the labels in which the cells of a run differ."""
     keys = dict.fromkeys(key for cell in cells for key in cell["labels"])
     return [key for key in keys if len({cell["labels"].get(key) for cell in cells}) > 1]
-
-
-def cell_name(cell: Json, varied: Sequence[str]) -> str:
-    """`c866982e6651 layerwise tp2`."""
-    return " ".join([cell["id"][:SHORT], *(str(cell["labels"].get(key, "-")) for key in varied)])
 
 
 def select(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> list[Json]:
@@ -36,10 +32,11 @@ def select(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> list[Js
     if len(found) == 1:
         return found
     asked = " ".join(words)
-    listed = "\n".join(f"  {cell_name(cell, varied)}" for cell in found or cells)
     if not found:
-        raise UsageError(f"{folder.name} has no cell {asked!r}. Its cells are:\n{listed}")
-    raise UsageError(f"{asked!r} means {len(found)} cells of {folder.name}; say which:\n{listed}")
+        raise UsageError(f"{folder.name} has no cell {asked!r}. Its cells are:\n{_listed(cells, varied)}")
+    raise UsageError(
+        f"{asked!r} means {len(found)} cells of {folder.name}; say which:\n{_listed(found, varied)}"
+    )
 
 
 def only_cell(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> Json:
@@ -47,8 +44,18 @@ def only_cell(folder: Path, cells: Sequence[Json], words: Sequence[str]) -> Json
     found = select(folder, cells, words)
     if len(found) == 1:
         return found[0]
-    listed = "\n".join(f"  {cell_name(cell, varied_labels(cells))}" for cell in found)
+    listed = _listed(found, varied_labels(cells))
     raise UsageError(f"{folder.name} has {len(found)} cells; say which one, by its id or labels:\n{listed}")
+
+
+def _listed(cells: Sequence[Json], varied: Sequence[str]) -> str:
+    """One line for each: `c866982e6651 layerwise tp2`."""
+    names = [
+        " ".join([cell["id"][:SHORT], *(str(cell["labels"].get(key, "-")) for key in varied)])
+        for cell in cells
+    ]
+    more = [f"and {len(names) - LISTED} more: `status` shows all"] if len(names) > LISTED else []
+    return "\n".join(f"  {line}" for line in (*names[:LISTED], *more))
 
 
 def _begins(cell: Json, word: str) -> bool:
