@@ -44,7 +44,9 @@ def offsets(nodes: Nodes) -> list[tuple[Node, float]]:
 
 
 def network(expected: Expected, nodes: Nodes) -> Problems:
-    unmet = {frozenset((nodes[0].name, node.name)) for node in nodes[1:] if "meet" in node.errors}
+    unmet = {
+        frozenset((nodes[0].name, node.name)) for node in nodes[1:] if node.errors.keys() & {"meet", "rounds"}
+    }
     unmet |= {frozenset((n.name, nodes[o].name)) for n in nodes for o in n.found.get("meet") or ()}
     unmet |= {
         frozenset((n.name, nodes[o].name)) for n in nodes for o, pair in n.pairs.items() if pair is None

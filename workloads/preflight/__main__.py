@@ -2,7 +2,8 @@
 
 Writes events like a node parent to standard output, so that they arrive where no file does. What it finds are events
 `node_check` with a `stage`, in this order: machine, gpus, meet, versions, files, pair (one for each partner), whole,
-done. Each has `found`, or `error` where finding out failed; a node that does not come to `done` has died.
+rounds (all since `meet`), leave, done. Each has `found`, or `error` where finding out failed; a node that does not
+come to `done` has died.
 """
 
 import argparse
@@ -16,12 +17,15 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from workloads.member import Events
 from workloads.preflight import files, gpus
 from workloads.processes import die_with_parent
 from workloads.source import ENGINE_PACKAGES, files_hash, files_in, package_versions
+
+if TYPE_CHECKING:
+    from workloads.preflight import network
 
 GANG = "preflight"
 LOST_PARTNERS = (
@@ -72,31 +76,43 @@ def _with_others(options: argparse.Namespace, report: Report) -> None:
     from workloads.preflight import network  # torch, which takes seconds
 
     network.prepare()
-    node, nodes = options.node_rank, options.nodes
     opened: list[network.Meeting] = []
 
     def meet() -> list[int]:
-        opened.append(network.Meeting(node, nodes, options.meet, options.limit))
+        opened.append(network.Meeting(options.node_rank, options.nodes, options.meet, options.limit))
         return opened[0].arrive("start", options.limit)
 
-    absent, met = report.stage("meet", meet)
-    if not met or absent:
+    _, met = report.stage("meet", meet)
+    if not met:
         return
-    [meeting] = opened
+    if not opened[0].absent:
+        report.stage("rounds", partial(_look_around, options, report, opened[0]))
+    report.stage("leave", opened[0].leave)
+
+
+def _look_around(options: argparse.Namespace, report: Report, meeting: "network.Meeting") -> None:
+    """Ends early where a node has died: it is known by that."""
+    from workloads.preflight import network
+
+    node, nodes = options.node_rank, options.nodes
     report.stage("versions", network.versions)
     report.stage("files", lambda: files.exchange(options.folder, node, nodes, options.grace))
-    lost = 0
-    for other in network.partners(node, nodes):
-        if lost < LOST_PARTNERS:
-            reach = partial(network.pair, meeting, other, options.device)
-            lost += not report.stage("pair", reach, peer=other)[1]
+    limit, lost = (
+        options.grace + 3 * network.LINK_S,
+        0,
+    )  # of a round, in which a pair connects and then measures
+    for turn, other in enumerate(network.partners(node, nodes)):
+        if meeting.arrive(f"round {turn}", limit):
+            return
+        if other is None or lost == LOST_PARTNERS or meeting.gave_up(other):
+            continue
+        lost += not report.stage("pair", partial(network.pair, meeting, other, options.device), peer=other)[1]
+        if lost == LOST_PARTNERS:
+            meeting.give_up()
     if lost:
-        meeting.store.set("unreachable", str(node))
-    # Those who wait for a node that stops early have to wait for each of its partners' limits.
-    late = meeting.arrive("pairs", network.LINK_S * (LOST_PARTNERS + 1))
-    if not late and not meeting.store.check(["unreachable"]):
+        meeting.store.set("unreachable", "")
+    if not meeting.arrive("whole", limit) and not meeting.store.check(["unreachable"]):
         report.stage("whole", lambda: network.whole(meeting, options.device))
-    meeting.arrive("end", network.LINK_S)  # node 0 serves the store
 
 
 def _end_with_driver() -> None:

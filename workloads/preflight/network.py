@@ -27,30 +27,50 @@ class Meeting:
 
     def __init__(self, node: int, nodes: int, address: str, limit_s: float) -> None:
         self.node, self.nodes = node, nodes
+        self.absent: list[int] = []  # nobody waits for them again
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=limit_s)
         self.store = TCPStore(host, int(port), None, node == 0, limit, wait_for_workers=False)
 
     def arrive(self, place: str, limit_s: float) -> list[int]:
-        """Nodes that have not come to the same place within `limit_s`."""
-        names = [f"{place}/{node}" for node in range(self.nodes)]
-        self.store.set(names[self.node], "")
+        """Waits for all nodes to come to the same place; `absent`, with those that have not within `limit_s`."""
+        present = [node for node in range(self.nodes) if node not in self.absent]
+        self.store.set(f"{place}/{self.node}", "")
         try:
-            self.store.wait(names, timedelta(seconds=limit_s))
+            self.store.wait([f"{place}/{node}" for node in present], timedelta(seconds=limit_s))
         except dist.DistStoreError:
-            return [node for node, name in enumerate(names) if not self.store.check([name])]
-        return []
+            self.absent += [node for node in present if not self.store.check([f"{place}/{node}"])]
+        return self.absent
+
+    def leave(self) -> None:
+        """Node 0 serves the store until the others have left."""
+        if self.node == 0:
+            self.arrive("end", LINK_S)
+        else:
+            self.store.set(f"end/{self.node}", "")
+
+    def give_up(self) -> None:
+        """Tells the others that this node reaches nobody."""
+        self.store.set(f"gave up/{self.node}", "")
+
+    def gave_up(self, node: int) -> bool:
+        return bool(self.store.check([f"gave up/{node}"]))
 
     @contextmanager
     def group(self, name: str, members: list[int], device: str) -> Iterator[None]:
         """A process group of these nodes, as torch's default one. It has gloo for host tensors and, on GPUs, NCCL."""
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
-            store=PrefixStore(name, self.store),
-            rank=members.index(self.node),
-            world_size=len(members),
-            timeout=timedelta(seconds=LINK_S),
-        )
+        try:
+            dist.init_process_group(
+                "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
+                store=PrefixStore(name, self.store),
+                rank=members.index(self.node),
+                world_size=len(members),
+                timeout=timedelta(seconds=LINK_S),
+            )
+        except Exception:
+            # Groups meet under the number of groups that a process has made. The next partner has not made this one.
+            dist.distributed_c10d._world.group_count = 0
+            raise
         try:
             yield
         finally:
@@ -76,23 +96,21 @@ def devices(kind: str) -> list[torch.device]:
     return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
-def partners(node: int, nodes: int) -> list[int]:
-    """Whom `node` meets, in the order of the rounds of a round-robin tournament; each round pairs all nodes at once.
+def partners(node: int, nodes: int) -> list[int | None]:
+    """Whom `node` meets in each round of a round-robin tournament, which pairs all nodes at once; None: it rests.
 
     The circle method: the last place stays, the others move on by one in each round. With an odd number of nodes the
-    last place is empty, and who would meet it rests.
+    last place is empty.
     """
     places = nodes + nodes % 2
-    turning = places - 1
-    found = []
-    for turn in range(turning):
+    found: list[int | None] = []
+    for turn in range(places - 1):
         if node == places - 1:
-            other = turn * (places // 2) % turning
+            other = turn * (places // 2) % (places - 1)
         else:
-            other = (turn - node) % turning
+            other = (turn - node) % (places - 1)
             other = places - 1 if other == node else other
-        if other < nodes:
-            found.append(other)
+        found.append(other if other < nodes else None)
     return found
 
 
