@@ -179,6 +179,8 @@ def _srun(gang_set: GangSet, allocation: Allocation) -> list[str]:
         "error": gang_set.folder / "node-%n.log",
         "chdir": gang_set.tree,
     }
+    if gang_set.survivors_s:
+        del options["error"]  # a node that does not see the folder has to start all the same, and say so
     if gang_set.gangs[0].backend.device == "cuda":
         options["gpus-per-node"] = gang_set.gangs[0].parallelism.gpus_per_node
     if gang_set.image is not None:

@@ -44,7 +44,7 @@ def _silent(expected: Expected, nodes: Nodes) -> Problems:
     for node in silent:
         if node.stages == least:
             how = f"ended in its check after {least} reports" if least else "did not begin its check"
-            text = f"Node {node.name} {how}: see its log in preflight/, and the kernel's on the node."
+            text = f"Node {node.name} {how}: see preflight/node.log, and the kernel's log on the node."
             yield Problem((node.name,), text)
 
 
@@ -72,7 +72,7 @@ def _machines(expected: Expected, nodes: Nodes) -> Problems:
         for stage in ("machine", "gpus", "versions", "files"):
             if stage in node.errors:
                 text = f"Node {node.name} failed in its stage {stage!r}: {node.errors[stage]}."
-                yield Problem((node.name,), f"{text} See its log in preflight/.")
+                yield Problem((node.name,), f"{text} See preflight/node.log.")
     yield from unequal(nodes, "Python", lambda n: n.found.get("machine", {}).get("python"))
     yield from _each(nodes, lambda n: n.found.get("machine", {}).get("packages", {}), "{}")
     yield from _each(nodes, lambda n: n.found.get("machine", {}).get("sources", {}), "the source tree {}")

@@ -14,7 +14,7 @@ from orchestrator.provenance import checkout
 from orchestrator.sbatch import segment_nodes
 from orchestrator.staging import interpreter
 from orchestrator.store import Store, read_json, write_json
-from workloads.spec import Backend, GangSpec, Model, Parallelism
+from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 FOLDER = "preflight"
 START_S = 300  # from the first node's start to the last one's: interpreters come from a shared file system
@@ -44,8 +44,9 @@ def check_nodes(
     events: list[Mapping[str, Any]] = []
 
     def take(event: Mapping[str, Any]) -> None:
-        events.append(event)
-        listener.take(event)
+        if event["kind"] != "standing":  # which is of gangs that run steps of a scenario
+            events.append(event)
+            listener.take(event)
 
     ended: AttemptError | None = None
     try:
@@ -94,7 +95,8 @@ def _expected(cell: Cell, allocation: Allocation | None) -> Expected:
 def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None) -> GangSet:
     """Started as gangs are. It runs from this checkout, since an arm's tree may be older than this check."""
     layout, cluster = Parallelism(**cell["parallelism"]), cell["cluster"]
-    spec = GangSpec(FOLDER, str(folder), Model(), layout, Backend(**cell["backend"]), {}, {}, [])
+    steps = [Step("check", name="nodes")]
+    spec = GangSpec(FOLDER, str(folder), Model(), layout, Backend(**cell["backend"]), {}, {}, steps)
     nodes = 1 if allocation is None else layout.nodes
     trees = {arm["path"] for arm in cell["code"].values() if arm is not None and arm["commit"] is None}
     options: dict[str, Any] = {

@@ -148,7 +148,8 @@ def main() -> None:
     options = _options()
     if options.parent is not None:
         die_with_parent(signal.SIGTERM, options.parent)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s preflight %(levelname)s %(message)s")
+    form = f"%(asctime)s node {options.node_rank} %(levelname)s %(message)s"  # all nodes share one log
+    logging.basicConfig(level=logging.INFO, format=form)
     if options.attended:
         threading.Thread(target=_end_with_driver, daemon=True).start()
     events = Events(options.node_rank)
