@@ -28,6 +28,7 @@ from orchestrator.launch import Allocation, GangSet, find_allocation
 from orchestrator.progress import Display, display
 from orchestrator.publish import publish
 from orchestrator.result import unjudged
+from orchestrator.signs import STANDING, limits_of
 from orchestrator.staging import arm_gangs, second_gang, stage
 from orchestrator.store import RESULT, UPSTREAM, Store, read_json, write_json
 
@@ -56,7 +57,9 @@ class Recorder:
 
     def take(self, record: Mapping[str, Any]) -> None:
         self.shown.take(record)
-        if record["kind"] != "step":  # the ranks have recorded their steps themselves
+        if record["kind"] == "standing":
+            write_json(self.events.path.with_name(STANDING), record, durable=False)
+        elif record["kind"] != "step":  # the ranks have recorded their steps themselves
             self._keep(record["kind"], record)
         elif (record["do"], record["state"], record["rank"]) == ("start", "start", 0):
             self.starts += record.get("via") != "attach"
@@ -104,7 +107,7 @@ def _run_gangs(
 ) -> None:
     recorder.shown.board.expect(gangs.gangs)
     recorder.phase(f"{arm}: {', '.join(spec.name for spec in gangs.gangs)}")
-    gang.run(gangs, allocation, float(cell["policy"]["step_timeout_s"]), recorder.take)
+    gang.run(gangs, allocation, limits_of(cell["policy"]), recorder.take)
 
 
 def drive(cell: Cell, store: Store, attempt: Path) -> dict[str, Any]:

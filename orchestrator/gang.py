@@ -39,8 +39,8 @@ def run(gang_set: GangSet, allocation: Allocation | None, limits: Limits | float
 
     limits: how long a rank may be silent; a number holds for every step. observe: gets every event of a node parent and
     every progress record (with "gang" and "rank") as they come, and records of kind "standing": where the gang is, by
-    its slowest rank, {"gang", "index" (of the step), "rank", "node", "silent_s", "ranks_there"}. An exception out of
-    it, or out of a signal handler, ends the gangs as well.
+    its slowest rank, {"gang", "index" and "step", "rank", "node" (its host), "silent_s", "ranks_there"}. An exception
+    out of it, or out of a signal handler, ends the gangs as well.
     """
     gang_set.write()
     watch = _Watch(gang_set, limits if isinstance(limits, Limits) else Limits(limits), observe)
@@ -104,7 +104,8 @@ class _Watch:
         self._reported = self.attention.now()
         standing = signs.standing()
         if standing is not None:
-            self.observe({**standing, "node": self._node_of(standing["rank"])})
+            node = self._node_of(standing["rank"])
+            self.observe({**standing, "node": self._hosts()[node] if node is not None else None})
 
     def stop(self, process: subprocess.Popen[bytes]) -> None:
         """Ends the command if it still runs: in order within STOP_S, by force after that. Where a gang hangs, its
@@ -183,7 +184,7 @@ class _Watch:
 
     def judge(self, code: int) -> None:
         """Raises the failure that ended the set, if one did."""
-        hosts = {event["node"]: event["host"] for event in self.events if event["kind"] == "node_started"}
+        hosts = self._hosts()
         folders = {spec.name: Path(spec.output) for spec in self.set.gangs}
         error = first_failure(self.events, folders)
         if error is None and self.stall is not None:
@@ -198,6 +199,9 @@ class _Watch:
             if isinstance(error.failure.node, int):
                 error.failure.node = hosts.get(error.failure.node, error.failure.node)
             raise error
+
+    def _hosts(self) -> dict[int, str]:
+        return {event["node"]: event["host"] for event in self.events if event["kind"] == "node_started"}
 
     def _fates(self, gang: str) -> tuple[list[Mapping[str, Any]], dict[int, int]]:
         """The ends of a gang's ranks, and the node of each that started."""

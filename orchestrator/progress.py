@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from orchestrator.signs import slowest_rank
 from workloads.spec import GangSpec
 
 Record = Mapping[str, Any]
@@ -31,6 +32,7 @@ class GangState:
     steps: Sequence[str]  # "update new", "observe updated"
     states: list[StepState] = field(default_factory=list)
     failed: str = ""
+    slowest: str = ""  # rank of its step
 
     def current(self) -> int:
         """Index of the latest step that a rank has entered, -1 before the first."""
@@ -55,6 +57,8 @@ class Board:
         end of a rank that was not to end."""
         if record["kind"] == "step":
             return self._step(record)
+        if record["kind"] == "standing":
+            self.gangs[record["gang"]].slowest = slowest_rank(record)
         if record["kind"] == "rank_exited" and record["code"] != 0 and not record["stopped"]:
             gang = self.gangs[record["gang"]]
             how = record["signal"] or f"exit code {record['code']}"
@@ -79,22 +83,23 @@ class Board:
         return f"{name}: done by {gang.ranks} ranks in {state.ended - state.begun:.1f} s"
 
     def __rich__(self) -> Table:
-        table = Table("gang", "step", "ranks done", "elapsed", box=None, pad_edge=False)
+        table = Table("gang", "step", "ranks done", "elapsed", "slowest", box=None, pad_edge=False)
         for name, gang in self.gangs.items():
             table.add_row(name, *self._row(gang))
         return table
 
-    def _row(self, gang: GangState) -> tuple[str, str, str]:
+    def _row(self, gang: GangState) -> tuple[str, ...]:
         index = gang.current()
         if gang.failed:
-            return f"[red]{gang.failed}[/red]", "", ""
+            return (f"[red]{gang.failed}[/red]",)
         if index < 0:
             return "[dim]waiting[/dim]", f"0/{gang.ranks}", ""
         state = gang.states[index]
         whole = state.done == gang.ranks
         text = f"{index + 1}/{len(gang.steps)} {gang.steps[index]}"
         until = state.ended if whole else time.time()
-        return text, f"{state.done}/{gang.ranks}", f"{until - state.begun:.0f} s"
+        slowest = "" if whole else gang.slowest
+        return text, f"{state.done}/{gang.ranks}", f"{until - state.begun:.0f} s", slowest
 
 
 class Display:

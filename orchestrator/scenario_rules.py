@@ -267,6 +267,9 @@ def _policy(root: Root) -> Problems:
         yield f"policy.coverage is {root.policy.coverage}; it is a fraction, above 0 and at most 1."
     if root.policy.step_timeout_s < 1:
         yield f"policy.step_timeout_s is {root.policy.step_timeout_s}; it must be at least 1 second."
+    for do, limit in asdict(root.policy.step_timeouts_s).items():
+        if limit is not None and limit < 1:
+            yield f"policy.step_timeouts_s.{do} is {limit}; it must be at least 1 second."
     for kind, count in asdict(root.policy.retries).items():
         if count < 0:
             yield f"policy.retries.{kind} is {count}; it must be at least 0."

@@ -19,6 +19,7 @@ Position = tuple[int, str]  # step index, and "start" or "end", of a rank's last
 NOT_BEGUN: Position = (-1, "end")
 LOOK_S = 1.0  # between looks at the heartbeats
 ABSENCE_S = 5.0  # a longer time between two looks was spent elsewhere
+STANDING = "standing.json"  # of an attempt: the last record of kind "standing"
 FEWEST_BEATS = 3  # that must be missing before a rank is lifeless, however short its limit
 
 
@@ -45,10 +46,25 @@ class Limits:
     step: float
     of_steps: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def longest(self) -> float:
+        return max([self.step, *self.of_steps.values()])
+
     def of(self, spec: GangSpec, position: Position) -> float:
         """A rank that has not begun is on its way into the first step."""
         step = spec.steps[max(position[0], 0)] if spec.steps else None
         return self.step if step is None else self.of_steps.get(step.do, self.step)
+
+
+def slowest_rank(standing: Mapping[str, Any]) -> str:
+    """Of a "standing" record, for people."""
+    return f"rank {standing['rank']} on {standing['node']}, silent for {standing['silent_s']:.0f} s"
+
+
+def limits_of(policy: Mapping[str, Any]) -> Limits:
+    """Of a cell."""
+    given = policy.get("step_timeouts_s", {})  # cells from before there were any have none
+    return Limits(float(policy["step_timeout_s"]), {do: float(s) for do, s in given.items() if s is not None})
 
 
 @dataclass
@@ -150,10 +166,13 @@ class Signs:
         if not lag:
             return None
         slowest = max(lag, key=self.silence)
+        index = max(self.ranks[slowest].position[0], 0)
+        step = self.spec.steps[index]
         return {
             "kind": "standing",
             "gang": self.spec.name,
-            "index": max(self.ranks[slowest].position[0], 0),
+            "index": index,
+            "step": f"{index + 1}/{len(self.spec.steps)} {step.do} {step.name or step.checkpoint}",
             "rank": slowest,
             "silent_s": round(self.silence(slowest), 1),
             "ranks_there": len(lag),

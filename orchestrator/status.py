@@ -14,6 +14,7 @@ from orchestrator.history import INDEX, read_index
 from orchestrator.jobs import Book, Task
 from orchestrator.selection import varied_labels
 from orchestrator.show import SHORT, table
+from orchestrator.signs import STANDING, slowest_rank
 from orchestrator.store import Store, StoreError, read_json
 
 Json = dict[str, Any]
@@ -110,10 +111,17 @@ def _state(store: Store, cell: str, state: CellState) -> str:
         error = state.result["error"]
         return str(state.result["verdict"]) + (f" ({error['type']})" if error else "")
     if state.task is not None:
-        return _job_state(state.task, state.job)
+        runs = state.job is not None and state.job.state == "RUNNING"
+        return _job_state(state.task, state.job) + (_standing(state.attempt) if runs else "")
     if store.holder(cell) is None:
         return "stopped without a result"
-    return f"running since {_clock(state.attempt)}"
+    return f"running since {_clock(state.attempt)}{_standing(state.attempt)}"
+
+
+def _standing(attempt: Path) -> str:
+    """Step and slowest rank, as the driver last saw them; empty before the first gang."""
+    standing = read_json(attempt / STANDING)
+    return f": {standing['gang']} {standing['step']}, {slowest_rank(standing)}" if standing else ""
 
 
 def _job_state(task: Task, job: slurm.JobState | None) -> str:

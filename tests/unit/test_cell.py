@@ -132,6 +132,7 @@ ONLY_EXECUTION = [
     ("code", "candidate", "path", "/elsewhere"),
     ("code", "candidate", "commit", "f" * 40),
     ("policy", "step_timeout_s", 1),
+    ("policy", "step_timeouts_s", "start", 9),
     ("policy", "max_attempts", 5),
     ("cluster", "kind", "slurm"),
     ("cluster", "partition", "other"),

@@ -5,7 +5,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from orchestrator.progress import Board, display
+from collectors.records import RecordWriter
+from orchestrator.driver import Recorder
+from orchestrator.progress import Board, Display, display
+from orchestrator.signs import STANDING
+from orchestrator.store import read_json
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 
@@ -58,14 +62,29 @@ def test_without_a_terminal_there_are_plain_lines_only() -> None:
 
 def test_on_a_terminal_the_table_shows_every_gang_with_its_ranks() -> None:
     out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100, legacy_windows=False)
+    console = Console(file=out, force_terminal=True, width=120, legacy_windows=False)
     with display(console) as shown:
         shown.board.expect([spec("fresh.new"), spec()])
         for rank in range(3):
             shown.take(step(rank, 0, "start", 1.0))
             shown.take(step(rank, 0, "end", 2.0))
+        standing = {"kind": "standing", "gang": "candidate", "rank": 3, "node": "gb200-1", "silent_s": 41.2}
+        assert shown.board.take(standing) is None
     last = out.getvalue()
+    assert "rank 3 on gb200-1, silent for 41 s" in last
     assert "fresh.new" in last
     assert "waiting" in last
     assert "1/2 start old" in last
     assert "3/4" in last
+
+
+def test_where_a_gang_is_takes_the_place_of_what_was_said_before_and_no_file_grows(tmp_path: Path) -> None:
+    board = Board()
+    board.expect([spec()])
+    with RecordWriter(tmp_path / "events.jsonl") as events:
+        recorder = Recorder(events, Display(board, lambda line: None))
+        for rank in (1, 2):
+            standing = {"gang": "candidate", "rank": rank, "node": "gb200-1", "silent_s": 20.0}
+            recorder.take({"kind": "standing", **standing})
+    assert (read_json(tmp_path / STANDING) or {})["rank"] == 2
+    assert (tmp_path / "events.jsonl").read_text() == '{"kind":"end"}\n'

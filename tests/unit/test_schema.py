@@ -223,6 +223,7 @@ BROKEN = [
     (["policy.max_attempts=0"], r"policy\.max_attempts is 0; it must be at least 1"),
     (["cluster.max_jobs=0"], r"cluster\.max_jobs is 0; it must be at least 1"),
     (["policy.step_timeout_s=0"], r"policy\.step_timeout_s is 0"),
+    (["policy.step_timeouts_s.observe=0"], r"policy\.step_timeouts_s\.observe is 0"),
     # memory
     (
         [*GB200, "parallelism={tp: 4, dp: 2, ep: 8, nodes: 2, gpus_per_node: 4}"],
