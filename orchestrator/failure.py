@@ -13,9 +13,14 @@ TAIL_LINES = 40
 SEARCHED_LINES = (
     2000  # of a log, for the cause: an engine's workers may say much after it, such as a crash's frames
 )
+SAID_CHARACTERS = 1500  # of a rank's own words in a message; its stack has all
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
-_TYPED = {"CheckpointError": "checkpoint", "CodeError": "code", "ReloadError": "unusable"}  # of what a rank raises
+_TYPED = {
+    "CheckpointError": "checkpoint",
+    "CodeError": "code",
+    "ReloadError": "unusable",
+}  # of what a rank raises
 
 # What a rank says when another one went away or did not come: never the cause.
 _CONSEQUENCE = re.compile(
@@ -134,7 +139,7 @@ def _is_consequence(event: Mapping[str, Any]) -> bool:
 
 def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptError:
     """A failure that came with a report of `workloads.rank.failure_report`."""
-    message = f"{error['type']}: {error['message']}"
+    message = f"{error['type']}: {_shortened(error['message'])}"
     if error["errno"] in DISK_FULL:
         kind, message = "disk_full", f"No space was left while writing {error['path']}: {error['message']}."
     elif error["type"] in ("OutOfMemoryError", "MemoryError") or "can't allocate memory" in error["message"]:
@@ -144,6 +149,12 @@ def _reported(kind: str, error: Mapping[str, Any], **evidence: Any) -> AttemptEr
     elif error["type"] == "UnsupportedError":
         kind, message = "unsupported", error["message"]
     return AttemptError(kind, message, stack=error["traceback"], **evidence)
+
+
+def _shortened(said: str) -> str:
+    """Some engines list all that they support, behind which nobody finds the likely cause."""
+    left = len(said) - SAID_CHARACTERS
+    return said if left <= 0 else f"{said[:SAID_CHARACTERS]}… ({left} more characters in its stack)"
 
 
 def _rank_failure(event: Mapping[str, Any], folders: Mapping[str, Path]) -> AttemptError:

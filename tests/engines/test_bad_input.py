@@ -121,6 +121,17 @@ def test_an_engine_that_dies_while_it_starts_leaves_its_words(store: Path) -> No
     assert "Traceback" in outcome.cell["error"]["stack"]
 
 
+def test_an_architecture_that_the_engine_does_not_know_is_an_error(store: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    shutil.copytree(next(store.glob("checkpoints/*/")), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["Llama9ForCausalLM"]}))
+    outcome = orchestrate(
+        store, *CELL, f"checkpoints.old.path='{folder}'", f"checkpoints.new.path='{folder}'"
+    )
+    _is_error(outcome, "rank_failed", "Llama9ForCausalLM", "does not know the model's architecture")
+
+
 def test_an_update_that_hangs_is_ended_and_located(store: Path, tmp_path: Path) -> None:
     outcome = _harmed(store, tmp_path, "hang", f"policy.step_timeout_s={HANG_S}", "rerun=true")
     _is_error(outcome, "hang", f"no progress for {HANG_S} s in step 2")

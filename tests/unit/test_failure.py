@@ -276,3 +276,14 @@ def test_a_log_without_a_known_cause_adds_nothing(tmp_path: Path) -> None:
     error = first_failure([exited(0, 1.0, report("KeyError", "'w1'", 0.9))], {"candidate": tmp_path})
     assert error is not None
     assert error.failure.message == "KeyError: 'w1'"
+
+
+def test_an_engine_that_lists_all_that_it_supports_does_not_hide_the_cause(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.log").write_text("")
+    said = f"Model architectures ['X'] are not supported for now. Supported: {['YForCausalLM'] * 1000}"
+    error = first_failure([exited(0, 1.0, report("ValueError", said, 0.9))], {"candidate": tmp_path})
+    assert error is not None
+    shown = error.failure.message
+    assert len(shown) < 2000
+    assert "Model architectures ['X']" in shown
+    assert "more characters in its stack) Likely cause: " in shown
