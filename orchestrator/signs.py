@@ -165,7 +165,8 @@ class Signs:
         lag = self.lag()
         if not lag:
             return None
-        slowest = max(lag, key=self.silence)
+        lifeless = self.lifeless(0)  # others may have come to wait for them before they fell silent
+        slowest = max(lag, key=lambda rank: (rank in lifeless, self.silence(rank)))
         index = max(self.ranks[slowest].position[0], 0)
         step = self.spec.steps[index]
         return {

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.cluster.conftest import Job
+from workloads.stacks import find_tool, stacks_file
 
 ROOT = Path(__file__).parents[2]
 DRIVER = Path(__file__).parent / "toy_driver.py"
@@ -95,11 +96,20 @@ def test_raised_error_on_one_node_is_not_lost_among_those_of_the_others(
 
 
 def test_hang_is_stopped_and_names_the_rank(submit: Submit, tmp_path: Path) -> None:
-    job = drive(submit, tmp_path, "hang:6", timeout_s=30)
+    """One rank of one node is stopped by a signal: it can say nothing itself."""
+    job = drive(submit, tmp_path, "halt:6", timeout_s=10)
     assert job.wait(120) == "COMPLETED", job.text()
-    error = outcome(tmp_path)["error"]
+    result = outcome(tmp_path)
+    error = result["error"]
     assert (error["type"], error["rank"], error["node"]) == ("hang", 6, "gb200-1")
-    assert "in _hang" in error["stack"]
+    assert "No sign of life of ranks 6." in error["message"]
+    assert "The process of rank 6 is stopped by a signal (state T)." in error["message"]
+    texts = [stacks_file(tmp_path / "candidate", rank).read_text() for rank in range(16)]
+    assert [text.count("(state T)") for text in texts] == [int(rank == 6) for rank in range(16)]
+    if find_tool() is not None:
+        assert "_halt (" in error["stack"]
+    slowest = [e for e in result["events"] if e["kind"] == "standing"][-1]
+    assert (slowest["step"], slowest["node"]) == ("2/2 update new", "gb200-1")
     await_gone(tmp_path, 1)
 
 

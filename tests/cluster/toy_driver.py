@@ -1,4 +1,7 @@
-"""What a driver does with one set of gangs, without a cell: `toy_driver.py FOLDER VIA TIMEOUT`, outcome as JSON."""
+"""What a driver does with one set of gangs, without a cell: `toy_driver.py FOLDER VIA TIMEOUT`, outcome as JSON.
+
+TIMEOUT: seconds for which a rank may be silent in the step that does VIA.
+"""
 
 import json
 import os
@@ -9,6 +12,7 @@ from pathlib import Path
 from orchestrator.failure import AttemptError
 from orchestrator.gang import run
 from orchestrator.launch import GangSet, find_allocation, free_port, master_address
+from orchestrator.signs import Limits
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]
@@ -16,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def main() -> None:
     folder, via, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    limits = Limits(60, {"update": timeout_s})
     allocation = find_allocation(os.environ)
     spec = GangSpec(
         name="candidate",
@@ -34,7 +39,7 @@ def main() -> None:
     error = None
     try:
         gangs = GangSet(folder / "set", [spec], ROOT, parents=4, environment=toy)
-        run(gangs, allocation, timeout_s, lambda e: events.append(dict(e)))
+        run(gangs, allocation, limits, lambda e: events.append(dict(e)))
     except AttemptError as caught:
         error = asdict(caught.failure)
     (folder / "outcome.json").write_text(json.dumps({"error": error, "events": events}))

@@ -177,6 +177,20 @@ def test_standing_is_that_of_the_slowest_rank(gang: Gang) -> None:
     assert gang.signs.standing() is None
 
 
+def test_rank_that_has_no_life_is_slower_than_those_that_wait_for_longer(gang: Gang) -> None:
+    gang.beat(*range(4))
+    gang.step(0, 0, "start")
+    gang.wait(1)
+    for rank in (1, 2, 3):
+        gang.step(rank, 0, "start")
+    for _ in range(4):
+        gang.beat(0, 1, 3)
+        gang.wait(2)
+    standing = gang.signs.standing()
+    assert standing is not None
+    assert standing["rank"] == 2
+
+
 @pytest.mark.parametrize("content", ["", "12", "1 x", "1 2 3"])
 def test_heartbeat_that_is_half_written_is_no_news(tmp_path: Path, content: str) -> None:
     beat_file(tmp_path, 0).write_text(content)
