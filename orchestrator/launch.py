@@ -14,6 +14,7 @@ from typing import Any
 from orchestrator.failure import AttemptError
 from orchestrator.slurm import inherited_names
 from workloads.spec import Backend, GangSpec, Parallelism
+from workloads.stacks import TOOL, find_tool
 
 STEP_SCRIPT = Path(__file__).resolve().parents[1] / "slurm" / "step.sh"
 RAY_SCRIPT = STEP_SCRIPT.with_name("ray_step.sh")
@@ -111,6 +112,8 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
         "PYTHONUNBUFFERED": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
     }
+    if (tool := find_tool()) is not None:
+        variables[TOOL] = tool
     backend = gang_set.gangs[0].backend
     if backend.device == "cpu" and backend.engine != "vllm":  # which shares the cores out itself
         variables["OMP_NUM_THREADS"] = (

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from workloads.processes import describe_state, family, is_held
 
+TOOL = "PY_SPY"  # variable with a path: an engine's own environment seldom has the tool
 DUMP_S = 20.0  # for all processes of a node together
 
 log = logging.getLogger(__name__)
@@ -26,9 +27,10 @@ def stacks_file(folder: Path, rank: int) -> Path:
 
 
 def find_tool() -> str | None:
-    """py-spy: on PATH, or beside this interpreter."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return shutil.which("py-spy") or (str(beside) if os.access(beside, os.X_OK) else None)
+    """py-spy: on PATH, beside this interpreter, or the one that the driver found on its own."""
+    beside = str(Path(sys.executable).with_name("py-spy"))
+    places = (shutil.which("py-spy"), beside, os.environ.get(TOOL))
+    return next((place for place in places if place and os.access(place, os.X_OK)), None)
 
 
 def dump(leaders: Mapping[int, int], folder: Path, first: Sequence[int]) -> None:

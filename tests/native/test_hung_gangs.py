@@ -146,6 +146,19 @@ def test_without_py_spy_the_file_says_where_the_stacks_are(
     assert "py-spy is neither on PATH" in stacks.stacks_file(tmp_path, 0).read_text()
 
 
+def test_py_spy_is_also_found_where_the_driver_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "py-spy"
+    tool.touch(mode=0o700)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
+    monkeypatch.setenv(stacks.TOOL, str(tool))
+    assert stacks.find_tool() == str(tool)
+    tool.unlink()  # a container without it
+    assert stacks.find_tool() is None
+
+
 def test_stacks_that_take_too_long_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tmp_path / "py-spy"
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
