@@ -1,8 +1,8 @@
 """Stands in for the interpreter of a driver: the real driver, whose measuring is replaced by what a file tells it.
 
 `<store>/toy/<cell id>` holds a JSON list, one word for each attempt, the last one for all later ones:
-pass, fail, raise, die, hold (until told to stop), deaf (hold, but it leaves no result then), or TYPE@NODE for a
-failure of that type; `pass:go` and `die:go` wait for the file `<store>/toy/go`.
+pass, check (its nodes, and then pass), fail, raise, die, hold (until told to stop), deaf (hold, but it leaves no
+result then), or TYPE@NODE for a failure of that type; `pass:go` and `die:go` wait for the file `<store>/toy/go`.
 """
 
 import json
@@ -13,14 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator import driver, upstream
+from orchestrator import driver, node_step, upstream
 from orchestrator.cell import Cell, references
 from orchestrator.failure import AttemptError, Failure
+from orchestrator.launch import find_allocation
 from orchestrator.result import unjudged
 from orchestrator.store import Store
 
 
-def measure(cell: Cell, store: Store, attempt: Path, _recorder: Any) -> dict[str, Any]:
+def measure(cell: Cell, store: Store, attempt: Path, recorder: Any) -> dict[str, Any]:
     upstream.check(store, attempt, float(cell["cluster"]["lost_after_s"]))
     with (store.root / "toy" / "ran").open("a") as file:
         file.write(f"{attempt.parent.name}/{attempt.name} {os.environ['SLURM_JOB_NODELIST']}\n")
@@ -33,6 +34,8 @@ def measure(cell: Cell, store: Store, attempt: Path, _recorder: Any) -> dict[str
         time.sleep(600)
     while value == "go" and not (store.root / "toy" / "go").exists():
         time.sleep(0.1)
+    if word == "check":
+        node_step.check_nodes(cell, store, attempt, find_allocation(os.environ), recorder)
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "raise":
