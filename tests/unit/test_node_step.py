@@ -125,10 +125,8 @@ def test_an_order_to_stop_is_no_fault_of_a_node(
 def test_a_problem_of_all_nodes_is_not_blamed_on_one(
     monkeypatch: pytest.MonkeyPatch, cell: Cell, attempt: Path
 ) -> None:
-    slow = {
-        **cell,
-        "cluster": {**cell["cluster"], "preflight": {"all_reduce": {"low": 9, "high": None, "unit": "GB/s"}}},
-    }
+    bound = {"low": 9, "high": None, "unit": "GB/s"}
+    slow = {**cell, "cluster": {**cell["cluster"], "preflight": {"all_reduce": bound}}}
     whole = stage(0, "whole", {"bandwidth": {"cpu": {"all_reduce": 1.0}}})
     with pytest.raises(
         AttemptError, match=r"has 1 GB/s, less than cluster\.preflight\.all_reduce\.low=9"
@@ -141,7 +139,7 @@ def test_the_step_starts_where_the_folder_is_not_seen_and_outlives_a_node(
     monkeypatch: pytest.MonkeyPatch, cell: Cell, attempt: Path
 ) -> None:
     seen: list[GangSet] = []
-    monkeypatch.setattr(node_step.gang, "run", lambda gangs, *_: seen.append(gangs))
+    monkeypatch.setattr(node_step.gang, "run", lambda gangs, *_: (gangs.write(), seen.append(gangs)))
     with pytest.raises(AttemptError, match="did not begin"):
         node_step.check_nodes(cell, Store(attempt.parents[2]), attempt, TWO, Listener())
     command = launch_command(seen[0], TWO)
