@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from test_gang import left_of, wait_until_gone
 
+from orchestrator.arm_overlay import freeze
 from orchestrator.planning import plan
 from orchestrator.provenance import source_hash
+from orchestrator.schema import Arm, Overlaid
 from orchestrator.store import Store, read_json, write_json
+from orchestrator.trees import arm_source
 from workloads.spec import Step
 
 ROOT = Path(__file__).parents[2]
@@ -253,7 +256,9 @@ def test_tree_that_changed_since_the_freeze_is_refused(cell: Cell, other_tree: P
     assert "have changed since the cell was frozen" in result["error"]["message"]
 
 
-def test_commit_of_an_arm_is_unpacked_and_run(cell: Cell, other_tree: Path, tmp_path: Path) -> None:
+def test_commit_of_an_arm_is_unpacked_and_run_with_a_file_over_it(
+    cell: Cell, other_tree: Path, tmp_path: Path
+) -> None:
     def git(*arguments: str) -> str:
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
         command = ["git", "-C", str(other_tree), *identity, *arguments]
@@ -263,12 +268,19 @@ def test_commit_of_an_arm_is_unpacked_and_run(cell: Cell, other_tree: Path, tmp_
     git("add", ".")
     git("commit", "--quiet", "-m", "first")
     commit = git("rev-parse", "HEAD")
-    cell["code"]["candidate"] |= {"commit": commit, "source": source_hash(other_tree, commit)}
+    over = tmp_path / "rank.py"
+    over.write_text((other_tree / "workloads" / "rank.py").read_text() + "print('laid over')\n")
+    laid = freeze(Arm(overlay=[Overlaid("workloads/rank.py", str(over))]))
+    source = arm_source(other_tree, commit, laid)
+    assert source != source_hash(other_tree, commit)
+    cell["code"]["candidate"] |= {"commit": commit, "source": source, "overlay": laid}
     (other_tree / "workloads" / "__init__.py").write_text(
         "raise RuntimeError('the working tree must not run')\n"
     )
     code, result = drive(cell, tmp_path / "store")
     assert (code, result["error"]) == (0, None)
+    [log] = (tmp_path / "store" / "cells").glob("*/attempt-001/candidate/node.log")
+    assert "laid over" in log.read_text()
 
 
 def test_base_arm_runs_beside_the_candidate(cell: Cell, tmp_path: Path) -> None:
