@@ -176,7 +176,7 @@ class Launch:
         self.actors: list[Any] = []
         self.nodes: list[Mapping[str, Any]] = []
         self.is_stopped = False
-        self._answered = time.monotonic()
+        self._asked = self._answered = time.monotonic()
 
     def place(self) -> None:
         """Raises LaunchError when the cluster is too small, or stays too busy."""
@@ -293,9 +293,11 @@ class Launch:
     def _head_answers(self) -> bool:
         """Looks at times whether the head is there. Ray would end this process after a minute without it."""
         now = time.monotonic()
-        if self.is_stopped or now - self._answered < HEAD_S / 5 or answers(self.address, HEAD_S / 5):
-            self._answered = now
+        if self.is_stopped or now - self._asked < HEAD_S / 5:
             return True
+        self._asked = now
+        if answers(self.address, HEAD_S / 5):
+            self._answered = now
         if now - self._answered < HEAD_S:
             return True
         message = f"The head of the Ray cluster, {self.address}, has not answered for {HEAD_S:g} s."

@@ -22,7 +22,7 @@ address_of() { # HOST
 is_reached() { (exec 3<>"/dev/tcp/$head/$port") 2>/dev/null; }
 
 start_node() { # OPTIONS...
-  "$python" -m ray.scripts.scripts start --block --disable-usage-stats "$@" --num-cpus="$cpus" --num-gpus="$gpus" \
+  "$python" -m ray.scripts.scripts start --block --disable-usage-stats --include-log-monitor=false "$@" --num-cpus="$cpus" --num-gpus="$gpus" \
     --object-store-memory=$((256 << 20)) --temp-dir="$folder" --min-worker-port=0 --max-worker-port=0 \
     --node-manager-port="$own" --object-manager-port=$((own + 1)) --metrics-export-port=$((own + 2)) \
     --dashboard-agent-listen-port=$((own + 3)) --dashboard-agent-grpc-port=$((own + 4)) \

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -37,12 +36,12 @@ class RayNodes:
         self._nodes: dict[int, subprocess.Popen[bytes]] = {}
         self._cpus = cpus
         self.address = f"{self.host(0)}:{free_port()}"
-        self._start(0, "--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false")
-        self._await_head(30)
-        for number in range(1, workers + 1):
-            self.join(number)
-        for number in range(workers + 1):
-            self.await_node(number, 90)
+        try:
+            for number in range(workers + 1):
+                self._bring_up(number)
+        except BaseException:
+            self.down()
+            raise
 
     @staticmethod
     def host(number: int) -> str:
@@ -53,7 +52,11 @@ class RayNodes:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [*how, *ports, "--min-worker-port=0", "--max-worker-port=0", "--num-gpus=0"]
         command += [f"--node-ip-address={self.host(number)}", f"--num-cpus={self._cpus if number else 0}"]
-        command += ["--object-store-memory=78643200", f"--temp-dir={self._folder / str(number)}"]
+        command += [
+            "--object-store-memory=78643200",
+            "--include-log-monitor=false",
+            f"--temp-dir={self._folder / str(number)}",
+        ]
         with self._log(number).open("wb") as log:
             self._nodes[number] = subprocess.Popen(
                 command,
@@ -64,29 +67,21 @@ class RayNodes:
                 start_new_session=True,
             )
 
-    def join(self, number: int) -> None:
-        self._start(number, f"--address={self.address}")
-
-    def await_node(self, number: int, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while "Ray runtime started" not in (said := self._log(number).read_text()):
-            assert time.monotonic() < deadline, said
-            time.sleep(0.1)
+    def _bring_up(self, number: int) -> None:
+        """One at a time, and again where it gives up, as Ray does on a busy machine after half a minute."""
+        how = [f"--address={self.address}"]
+        if number == 0:
+            how = ["--head", f"--port={self.address.partition(':')[2]}", "--include-dashboard=false"]
+        for _ in range(3):
+            self._start(number, *how)
+            while self._nodes[number].poll() is None:
+                if "Ray runtime started" in self._log(number).read_text():
+                    return
+                time.sleep(0.1)
+        raise AssertionError(self._log(number).read_text())
 
     def _log(self, number: int) -> Path:
         return self._folder / f"{number}.log"
-
-    def _await_head(self, seconds: float) -> None:
-        host, _, port = self.address.partition(":")
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                socket.create_connection((host, int(port)), 1).close()
-            except OSError:
-                assert time.monotonic() < deadline, self._log(0).read_text()
-                time.sleep(0.1)
-            else:
-                return
 
     def daemons(self, number: int) -> list[psutil.Process]:
         """Ray's own processes of a node, without its workers."""
@@ -103,8 +98,10 @@ class RayNodes:
         """Everything, and the folders. Fails the test when a process of the cluster is left."""
         for process in self._nodes.values():
             process.terminate()
-        for process in self._nodes.values():
-            process.wait(30)
+        began = [psutil.Process(process.pid) for process in self._nodes.values()]
+        slow = psutil.wait_procs(began, 10)[1]  # without a head a node does not end at once
+        for process in [*(child for one in slow for child in one.children(recursive=True)), *slow]:
+            process.kill()
         deadline = time.monotonic() + 15
         while left := self.left():
             assert time.monotonic() < deadline, f"still running: {left}"

@@ -1,6 +1,7 @@
 """What a driver does with one set of gangs, without a cell: `toy_driver.py FOLDER VIA TIMEOUT`, outcome as JSON.
 
-TIMEOUT: seconds for which a rank may be silent in the step that does VIA.
+TIMEOUT: seconds for which a rank may be silent in the step that does VIA. A fourth word, `ray`: two nodes of two ranks,
+on a Ray cluster that the step starts.
 """
 
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from orchestrator.failure import AttemptError
 from orchestrator.gang import run
-from orchestrator.launch import GangSet, find_allocation, free_port, master_address
+from orchestrator.launch import GangSet, RayCluster, find_allocation, free_port, master_address
 from orchestrator.signs import Limits
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
@@ -21,12 +22,15 @@ ROOT = Path(__file__).parents[2]
 def main() -> None:
     folder, via, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     limits = Limits(60, {"update": timeout_s})
+    ray = RayCluster(None, wait_s=120) if "ray" in sys.argv[4:] else None
+    wide = Parallelism(tp=4, dp=4, ep=16, nodes=4, gpus_per_node=4)
+    layout = wide if ray is None else Parallelism(tp=4, nodes=2, gpus_per_node=2)
     allocation = find_allocation(os.environ)
     spec = GangSpec(
         name="candidate",
         output=str(folder / "candidate"),
         model=Model(),
-        parallelism=Parallelism(tp=4, dp=4, ep=16, nodes=4, gpus_per_node=4),
+        parallelism=layout,
         backend=Backend(engine="toy_engine:ToyEngine"),
         checkpoints={},
         checkpoint_dirs={},
@@ -38,7 +42,7 @@ def main() -> None:
     events: list[dict] = []
     error = None
     try:
-        gangs = GangSet(folder / "set", [spec], ROOT, parents=4, environment=toy)
+        gangs = GangSet(folder / "set", [spec], ROOT, parents=layout.nodes, environment=toy, ray=ray)
         run(gangs, allocation, limits, lambda e: events.append(dict(e)))
     except AttemptError as caught:
         error = asdict(caught.failure)
