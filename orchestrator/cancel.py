@@ -15,7 +15,7 @@ from orchestrator import cancelled, slurm
 from orchestrator.arguments import Parser, UsageError
 from orchestrator.attempts import DONE, FAILED, failure_type
 from orchestrator.history import Experiment, History, load, read_history, read_index, stands
-from orchestrator.jobs import CLAIM, Book, Task, claim
+from orchestrator.jobs import CLAIM, JOB, Book, Task, claim
 from orchestrator.selection import select, varied_labels
 from orchestrator.show import SHORT, console, table
 from orchestrator.store import Store, StoreError, read_json
@@ -45,7 +45,7 @@ def cancel(store: Store, folder: Path, words: Sequence[str], out: Console) -> in
         chosen = select(folder, cells, words)
         parts = [load(store, folder, on_slurm) for on_slurm in (False, True)]
         ending = _Ending(store, Book(store), slurm.Survey({}))
-        if any(cell["id"] in parts[1].cells for cell in chosen):
+        if any(_may_be_queued(store, cell) for cell in chosen):
             ending.survey = slurm.Survey(slurm.queue())
         varied = varied_labels(cells)
         rows = table("cell", *varied, "done")
@@ -61,6 +61,13 @@ def cancel(store: Store, folder: Path, words: Sequence[str], out: Console) -> in
     if trouble:
         out.print(f"Jobs may go on: {trouble} Cancel again.", soft_wrap=True, markup=False)
     return LEFT if trouble or ending.is_left else 0
+
+
+def _may_be_queued(store: Store, cell: Json) -> bool:
+    """Whether Slurm must be asked about a cell."""
+    attempts = store.attempts(cell["id"], cell.get("before", 0))
+    jobs = [path for path in attempts if (path / JOB).exists()]
+    return any(store.result(path) is None or cancelled.is_marked(path) for path in jobs)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from orchestrator.planning import Plan
 from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
 from orchestrator.starts import cheapest_order
-from orchestrator.store import RESULT, Store, read_json, write_json
+from orchestrator.store import RESULT, Store, attempt_number, read_json, write_json
 
 Json = dict[str, Any]
 
@@ -57,7 +57,7 @@ def start(store: Store, plan: Plan, command: Sequence[str]) -> Path:
 def _ended(store: Store, cell: str) -> int:
     """Number of the last attempt at a cell that has a result: those after it are the new experiment's as well."""
     ended = [path for path in store.attempts(cell) if store.result(path) is not None]
-    return int(ended[-1].name.partition("-")[2]) if ended else 0
+    return attempt_number(ended[-1]) if ended else 0
 
 
 def run(store: Store, folder: Path, out: Console, watch: bool) -> int:

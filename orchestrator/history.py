@@ -8,7 +8,7 @@ from typing import Any
 from orchestrator.attempts import DEFECTS, DONE, FAILED, WAITS, failure_type, standing
 from orchestrator.cell import Cell
 from orchestrator.jobs import JOB, Book, Task
-from orchestrator.store import Store, StoreError, read_json, write_json
+from orchestrator.store import Store, StoreError, attempt_number, read_json, write_json
 
 Json = dict[str, Any]
 INDEX = "cells.json"  # of an experiment
@@ -74,9 +74,7 @@ def load(store: Store, folder: Path, on_slurm: bool = True) -> Experiment:
 
 def read_history(store: Store, book: Book, name: str, before: int) -> History:
     history = History()
-    for attempt in store.attempts(name):
-        if int(attempt.name.partition("-")[2]) <= before:
-            continue
+    for attempt in store.attempts(name, before):
         result = store.result(attempt)
         if result is not None:
             history.results.append(result)
@@ -129,7 +127,7 @@ def renew(store: Store, folder: Path) -> dict[str, str]:
             kind = failure_type(history.results[-1])
             if kind not in DEFECTS:
                 renewed[name] = kind
-                entry |= {"before": int(history.attempts[-1].name.partition("-")[2]), "attempt": None}
+                entry |= {"before": attempt_number(history.attempts[-1]), "attempt": None}
         if renewed:
             write_json(folder / INDEX, index)
     return renewed

@@ -21,6 +21,7 @@ The runs in the store, newest first: when they began, how many cells they have, 
 these ended, and where they run. `running` also stands for what waits in Slurm's
 queue: `status NAME` asks Slurm. Reads files only, from any machine that sees the store."""
 NAME_WIDTH = 44  # of longer names, lines are folded too
+_HERE = {"local", "ray"}  # clusters whose drivers run where the run was started
 _ORDER = ("FAIL", "ERROR", "INCONCLUSIVE", "NOT_RUN", "PASS", "running", "stopped", "not started")
 
 
@@ -49,14 +50,14 @@ def _row(store: Store, folder: Path) -> tuple[float, tuple[str, str, str, str]]:
     """When a run began, seconds of the Unix clock, and the cells of its row."""
     try:
         index = read_index(folder)
-    except StoreError:
+        began = datetime.fromisoformat(index["created"]).timestamp()
+    except (StoreError, KeyError, ValueError):
         return (folder / INDEX).stat().st_mtime, (escape(folder.name), "?", f"{INDEX} is damaged", "?")
     cells = index["cells"]
     kinds = sorted({str(cell["labels"].get("cluster", "?")) for cell in cells})
-    host = f" on {index['host']}" if "local" in kinds and "host" in index else ""
-    counts = _counts(store, folder, cells)
-    began = datetime.fromisoformat(index["created"]).timestamp()
-    return began, (escape(folder.name), str(len(cells)), _text(counts), escape(", ".join(kinds) + host))
+    host = f" on {index['host']}" if _HERE & set(kinds) and "host" in index else ""
+    counts = _text(_counts(store, folder, cells))
+    return began, (escape(folder.name), str(len(cells)), counts, escape(", ".join(kinds) + host))
 
 
 def _counts(store: Store, folder: Path, cells: Sequence[Json]) -> Mapping[str, int]:
@@ -72,9 +73,7 @@ def _text(counts: Mapping[str, int]) -> str:
 
 def _state(store: Store, cell: Json) -> str:
     """Of a cell in a run that has no verdict yet."""
-    attempts = [
-        a for a in store.attempts(cell["id"]) if int(a.name.partition("-")[2]) > cell.get("before", 0)
-    ]
+    attempts = store.attempts(cell["id"], cell.get("before", 0))
     result = store.result(attempts[-1]) if attempts else store.finished(cell["id"])
     if result is not None:
         return str(result["verdict"])

@@ -80,9 +80,10 @@ class Store:
     def cell_dir(self, cell: str) -> Path:
         return self.cells / cell
 
-    def attempts(self, cell: str) -> list[Path]:
-        """Folders of all attempts at a cell, oldest first."""
-        return sorted(self.cell_dir(cell).glob("attempt-*"))
+    def attempts(self, cell: str, after: int = 0) -> list[Path]:
+        """Folders of the attempts at a cell whose numbers are higher than `after`, oldest first."""
+        found = (path for path in self.cell_dir(cell).glob("attempt-*") if path.name[8:].isdigit())
+        return sorted(path for path in found if attempt_number(path) > after)
 
     def write_cell(self, cell: Cell) -> str:
         """Writes `cell.json` and returns the id. Another experiment may have frozen the same cell for another
@@ -197,6 +198,11 @@ class Store:
         probe = self.root / ".clock"
         probe.touch(mode=0o600)
         return probe.stat().st_mtime
+
+
+def attempt_number(attempt: Path) -> int:
+    """7 of attempt-007."""
+    return int(attempt.name.partition("-")[2])
 
 
 def is_measured(result: Mapping[str, Any]) -> bool:

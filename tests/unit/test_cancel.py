@@ -137,6 +137,11 @@ def test_a_slurm_that_does_not_answer(cluster: Cluster, run: Run, capsys: Captur
     assert code == 2
     assert "error: squeue failed: Unable to contact" in said
     assert ends(run) == ["none"] * 3, "nothing was changed"
+    for cell in range(3):
+        run.finish(cell)
+    assert cancel(run, capsys)[0] == 0, "there is nothing to ask about"
+    for cell in range(3):
+        (run.attempt(cell) / "result.json").unlink()
     cluster.fault("squeue", None)
     cluster.fault("scancel", "Socket timed out")
     code, said = cancel(run, capsys)
