@@ -40,7 +40,7 @@ EXAMPLES = """\
   python -m orchestrator plan +exp=kimi_k3_refit model=kimi_k3 cluster=gb200
   python -m orchestrator -m load_path=layerwise,direct parallelism=tp2,tp2_dp2_ep4
   python -m orchestrator load_path=layerwise code.candidate.faults=[NAME]
-  python -m orchestrator code.base.commit=HEAD~1                 two versions, the same cell
+  python -m orchestrator 'code.base.commit="HEAD~1"'             two versions, the same cell
   python -m orchestrator plan --cfg job +exp=kimi_k3_refit       the composed config, by Hydra
   python -m orchestrator judge kimi_k3_refit                     its latest run"""
 

@@ -15,15 +15,15 @@ from orchestrator import memory
 from orchestrator.architectures import architecture
 from orchestrator.cell import Cell, Reference, canonical, references
 from orchestrator.freeze import cell_arms
-from orchestrator.launch import ray_cluster, ray_launch
 from orchestrator.planning import Plan, Planned
 from orchestrator.rules import memory_limit
 from orchestrator.scheduling import levels, needs
 from orchestrator.schema import RULES, Root
 from orchestrator.show_jobs import show_jobs
+from orchestrator.show_where import code_lines, where_lines
 from orchestrator.starts import Source, cheapest_order, engine_starts
 from orchestrator.store import Store
-from workloads.spec import Backend, Parallelism, Step
+from workloads.spec import Step
 
 WIDTH = 100
 DETAILED = 12  # of more cells only the summary is printed
@@ -60,7 +60,8 @@ def show_plan(out: Console, plan: Plan, store: Store) -> None:
         _cell(out, one, sources[one.id])
         if not shared:
             _checks(out, one.cell)
-        _where(out, one)
+        for line in [*code_lines(one.cell), *where_lines(one.cell)]:
+            out.print(escape(line))
     if jobs:
         show_jobs(out, jobs, store, detailed=True)
 
@@ -221,37 +222,6 @@ def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
     _update_memory(out, one.root)
     for line in sources:
         out.print(line)
-
-
-def _where(out: Console, one: Planned) -> None:
-    cluster = one.cell["cluster"]
-    if cluster["kind"] == "local":
-        out.print("  runs as processes of this machine")
-    for line in _ray(one.cell):
-        out.print(escape(line))
-    if cluster["image"] is not None:
-        out.print(escape(f"  ranks run in the container {cluster['image']}, by srun --container-image"))
-        for mount in cluster["mounts"]:
-            out.print(escape(f"    mounts {mount}"))
-    for name, value in cluster["env"].items():
-        out.print(escape(f"  ranks get {name}={value}"))
-
-
-def _ray(cell: Cell) -> list[str]:
-    """Where the actors of a cell's gangs are, and what each node keeps for them."""
-    ray = ray_cluster(cell["cluster"])
-    if ray is None:
-        return []
-    where = (
-        "a Ray cluster of its own in the job" if ray.address is None else f"the Ray cluster at {ray.address}"
-    )
-    layout = Parallelism(**cell["parallelism"])
-    command = ray_launch(ray, layout, Backend(**cell["backend"]))
-    kept = f"1 CPU and {layout.gpus_per_node} GPUs" if "--gpus" in command else f"{layout.gpus_per_node} CPUs"
-    return [
-        f"  gangs are actors in {where}: a placement group of {layout.nodes} bundles on as many nodes, each of {kept}",
-        f"    waits up to {ray.wait_s:g} s for room",
-    ]
 
 
 def _steps(out: Console, cell: Cell) -> None:

@@ -17,6 +17,7 @@ from orchestrator.failure import AttemptError
 from orchestrator.planning import plan
 from orchestrator.provenance import checkout
 from orchestrator.schema import Arm, Overlaid, Root
+from orchestrator.show_where import code_lines
 from orchestrator.store import Store
 from orchestrator.trees import arm_source, overlaid_package, source_tree
 
@@ -132,6 +133,12 @@ def test_a_plan_takes_overlays_and_they_make_another_cell(patched: Path) -> None
     assert laid["code"]["base"] is None
     both = plan([*SMALL, f"code.base.overlay=[{entry}]"]).cells[0].cell
     assert both["code"]["base"]["source"] == laid["code"]["candidate"]["source"]
+    assert list(code_lines(plain)) == []
+    assert list(code_lines(laid)) == [f"  candidate runs {checkout()}, {patched} over {AT}"]
+    assert list(code_lines(both)) == [
+        f"  base runs {checkout()}, {patched} over {AT}",
+        f"  candidate runs {checkout()}",
+    ]
     with pytest.raises(ConfigError, match="your file was made from another one"):
         plan([*SMALL, f"code.candidate.overlay=[{{at: {AT}, file: '{patched}'}}]"])
 
