@@ -79,21 +79,23 @@ def stacks(log: Path, start: int | None) -> str:
 def first_failure(events: Sequence[Mapping[str, Any]], folders: Mapping[str, Path]) -> AttemptError | None:
     """The failure that began it all, or None when no rank and no node reported one.
 
-    events: of the node parents. folders: gang name to gang folder. A death by a signal that nobody sent from
-    here and a rank's own error come first, in order of time; errors about other ranks only count without them.
+    events: of the node parents and the launcher. folders: gang name to gang folder. A death by a signal that nobody
+    sent from here, a rank's own error and what the launcher says come first, in order of time; errors about other
+    ranks only count without them.
     """
     for event in events:
-        if event["kind"] == "launch_failed":
-            return AttemptError(event["type"], event["message"], node=event["node"])
         if event["kind"] == "node_failed":
             return _reported("node_failed", event["error"], node=event["node"])
     exits = [event for event in events if event["kind"] == "rank_exited" and event["code"] != 0]
     failed = sorted((event for event in exits if not event["stopped"]), key=_time)
-    if not failed:
+    lost = next((event for event in events if event["kind"] == "launch_failed"), None)
+    if not failed and lost is None:
         return None
     # The rank that they complain of may have been on its way out when all were told to stop.
     leaving = sorted((event for event in exits if event["stopped"] and _left_by_itself(event)), key=_time)
     own = [event for event in (*failed, *leaving) if not _is_consequence(event)]
+    if lost is not None and not (own and _time(own[0]) < lost["time"]):
+        return AttemptError(lost["type"], lost["message"], node=lost["node"])
     return _rank_failure(own[0], folders) if own else _connection_lost(failed, events, folders)
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import secrets
 import socket
 import subprocess
 import sys
@@ -121,6 +122,9 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
         )
     if gang_set.ray is None and _on_one_machine(allocation):  # else the launcher knows where the nodes are
         variables["GLOO_SOCKET_IFNAME"] = "lo"
+    if gang_set.ray is not None and gang_set.ray.address is None:
+        # Else whoever reaches a node of the job could run code there as its user.
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return {**variables, **gang_set.environment}
 
 

@@ -104,8 +104,9 @@ class Output:
         os.dup2(2, 1)
 
     def write(self, data: bytes) -> None:
-        while data:
-            data = data[os.write(self._fd, data) :]
+        with suppress(BrokenPipeError):  # the driver is gone; standard input has ended with it
+            while data:
+                data = data[os.write(self._fd, data) :]
 
     def failed(self, error: LaunchError) -> None:
         event = {"kind": "launch_failed", "type": error.type, "message": str(error), "node": error.node}

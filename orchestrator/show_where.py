@@ -48,8 +48,5 @@ def _ray_lines(cell: Cell) -> Iterator[str]:
     of = "a Ray cluster of its own in the job" if ray.address is None else f"the Ray cluster at {ray.address}"
     layout = Parallelism(**cell["parallelism"])
     command = ray_launch(ray, layout, Backend(**cell["backend"]))
-    kept = f"1 CPU and {layout.gpus_per_node} GPUs" if "--gpus" in command else f"{layout.gpus_per_node} CPUs"
-    yield (
-        f"  gangs are actors in {of}: a placement group of {layout.nodes} bundles on as many nodes, each of {kept}"
-    )
-    yield f"    waits up to {ray.wait_s:g} s for room"
+    kept = f"CPUs 1, GPUs {layout.gpus_per_node}" if "--gpus" in command else f"CPUs {layout.gpus_per_node}"
+    yield f"  gangs are actors in {of}: nodes {layout.nodes}, of each {kept}, waited for up to {ray.wait_s:g} s"

@@ -37,6 +37,15 @@ def test_gang_that_ended_well_or_was_stopped_has_no_failure() -> None:
     assert first_failure([exited(0, 1.0, code=0), exited(1, 2.0, code=0), stopped], FOLDERS) is None
 
 
+def test_what_the_launcher_lost_comes_before_complaints_and_after_an_earlier_death() -> None:
+    gone = {"kind": "launch_failed", "type": "node_lost", "message": "gone", "node": 1, "time": 5.0}
+    complaint, death = exited(0, 3.0, lost(2.0)), exited(3, 4.0, code=None, signal="SIGKILL")
+    assert told(gone).failure.type == "node_lost"
+    assert (told(complaint, gone).failure.type, told(complaint, gone).failure.node) == ("node_lost", 1)
+    assert told(complaint, gone, death).failure.type == "rank_killed"
+    assert told({**gone, "time": 3.5}, death).failure.type == "node_lost"
+
+
 def test_complaints_about_others_that_came_first_are_not_the_cause() -> None:
     error = told(
         exited(0, 1.0, lost(0.9)), exited(1, 1.1, lost(0.8)), exited(5, 1.2, report("KeyError", "'w1'", 0.95))
