@@ -45,6 +45,10 @@ def health(expected: Expected, nodes: Nodes) -> Problems:
 
 
 def _unhealthy(gpu: Json) -> Iterator[str]:
+    lost = [f"{value} for {key}" for key, value in gpu.items() if str(value).startswith("[")]
+    if lost:  # such as [GPU requires reset]
+        yield f"nvidia-smi has {lost[0]} of it: reset it, or the node"
+        return
     errors = gpu["ecc.errors.uncorrected.volatile.total"]
     if _is_set(errors):
         yield f"{errors} uncorrected ECC errors since its driver was loaded: reset it, and replace it when they return"

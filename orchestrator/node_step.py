@@ -82,14 +82,11 @@ def _refusal(problems: Sequence[Problem], ended: AttemptError | None) -> Attempt
 
 def _expected(cell: Cell, allocation: Allocation | None) -> Expected:
     layout, cluster = cell["parallelism"], cell["cluster"]
+    bounds = cluster.get("preflight", {})  # cells from before there were any have none
     if allocation is None:
-        return Expected(
-            [socket.gethostname()], layout["nodes"] * layout["gpus_per_node"], cluster["preflight"]
-        )
+        return Expected([socket.gethostname()], layout["nodes"] * layout["gpus_per_node"], bounds)
     segment = segment_nodes(layout) if cluster["segment"] else 0
-    return Expected(
-        allocation.hosts[: layout["nodes"]], layout["gpus_per_node"], cluster["preflight"], segment
-    )
+    return Expected(allocation.hosts[: layout["nodes"]], layout["gpus_per_node"], bounds, segment)
 
 
 def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None) -> GangSet:

@@ -169,6 +169,7 @@ FAULTS: dict[str, tuple[Callable[[Reports], Any], str]] = {
     "ecc off": (of_gpu("ecc.mode.current", "Disabled"), "g2 has ECC Disabled, Enabled"),
     "rows pending": (of_gpu("remapped_rows.pending", "Yes"), "remapped rows wait for a reset: reset the GPU"),
     "rows failed": (of_gpu("remapped_rows.failure", "1"), "remapping of a row failed: replace the GPU"),
+    "in need": (of_gpu("ecc.errors.uncorrected.volatile.total", "[GPU requires reset]"), "has .GPU requires reset."),
     "hot": (of_gpu("clocks_event_reasons.active", "0x0000000000000041"), "held down by hardware thermal slowdown"),
     "clock limit": (of_gpu("clocks.max.sm", "1200"), "1.2e.03 MHz, less than cluster.preflight.max_sm_clock.low=2000"),
     "foreign": (

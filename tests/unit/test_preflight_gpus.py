@@ -116,6 +116,17 @@ def test_health_processes_and_domain_of_each_gpu(fake: Fake) -> None:
     json.dumps(found)
 
 
+@pytest.mark.parametrize("visible", ["0", "GPU-3f0a7e52-0001"])
+def test_gpus_of_other_jobs_are_not_looked_at(
+    fake: Fake, visible: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake(GPUS, ROWS, APPS, FULL)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = gpus.look()
+    assert found is not None
+    assert ([gpu["index"] for gpu in found["gpus"]], found["processes"]) == (["0"], [])
+
+
 def test_an_older_release_has_other_names_and_says_less(fake: Fake) -> None:
     fake(OLD_GPU, OLD_ROWS, "", "GPU 00000000:01:00.0\n", unknown=("clocks_event_reasons.active",))
     found = gpus.look()

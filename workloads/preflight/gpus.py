@@ -1,10 +1,11 @@
 """What nvidia-smi says of the GPUs of this node: state, health, foreign processes, NVLink domain. Standard library."""
 
 import csv
+import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 TIMEOUT_S = 60  # of one call: a driver that loads its GPUs anew, without persistence mode, takes many seconds
@@ -24,15 +25,15 @@ ROW_FIELDS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}  # before driver 535
 _UNKNOWN_FIELD = re.compile(r'Field "(?P<name>[^"]+)" is not a valid field to query')
-_ABSENT = re.compile(
-    r"\[?(N/A|Not Supported|Unknown Error|Not Found|Insufficient Permissions)\]?", re.IGNORECASE
-)
+_ABSENT = re.compile(r"\[?(N/A|Not Supported|Not Found|Insufficient Permissions)\]?", re.IGNORECASE)
 
 
 def look() -> dict[str, Any] | None:
-    """{"gpus": a mapping of GPU_FIELDS, of "remapped_rows.*" and of "fabric" for each, "processes": of PROCESS_FIELDS};
-    None where there is no nvidia-smi. Values are text, None where a GPU has none. Raises RuntimeError when nvidia-smi
-    fails, and TimeoutExpired when it hangs."""
+    """{"gpus": a mapping of GPU_FIELDS, of "remapped_rows.*" and of "fabric" for each of this job, "processes": of
+    PROCESS_FIELDS, on those}; None where there is no nvidia-smi. Values are text, None where a GPU has none.
+
+    Raises RuntimeError when nvidia-smi fails, and subprocess.TimeoutExpired when it hangs.
+    """
     if shutil.which("nvidia-smi") is None:
         return None
     gpus = query("gpu", GPU_FIELDS)
@@ -41,7 +42,16 @@ def look() -> dict[str, Any] | None:
     for gpu, place in zip(gpus, fabric or [{}] * len(gpus), strict=True):
         gpu |= {name: rows.get(gpu["uuid"], {}).get(name) for name in ROW_FIELDS[1:]}
         gpu["fabric"] = place
-    return {"gpus": gpus, "processes": query("compute-apps", PROCESS_FIELDS)}
+    own = [gpu for gpu in gpus if _is_ours(gpu, os.environ.get("CUDA_VISIBLE_DEVICES", ""))]
+    uuids = {gpu["uuid"] for gpu in own}
+    processes = [process for process in query("compute-apps", PROCESS_FIELDS) if process["gpu_uuid"] in uuids]
+    return {"gpus": own, "processes": processes}
+
+
+def _is_ours(gpu: Mapping[str, Any], visible: str) -> bool:
+    """Where a scheduler only says which GPUs are ours, nvidia-smi shows those of other jobs, too."""
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return not names or gpu["index"] in names or any(gpu["uuid"].startswith(name) for name in names)
 
 
 def query(what: str, fields: Sequence[str]) -> list[dict[str, Any]]:
