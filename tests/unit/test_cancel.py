@@ -213,9 +213,12 @@ def test_cells_on_this_machine_and_their_resumption(
     write_json(attempt / CLAIM, {**claimed, "host": "elsewhere"})
     assert orchestrate("cancel", "adhoc", "cold", where) == 3
     assert f"is run by process {claimed['process']} on elsewhere: cancel it there" in capsys.readouterr().out
-    write_json(attempt / CLAIM, {**claimed, "process": 1})
-    assert orchestrate("cancel", "adhoc", "cold", where) == 0
-    assert "its driver has just ended" in capsys.readouterr().out, "process 1 is none of ours"
+    with subprocess.Popen(["sleep", "60"]) as other:
+        write_json(attempt / CLAIM, {**claimed, "process": other.pid})
+        assert orchestrate("cancel", "adhoc", "cold", where) == 0
+        assert "its driver has just ended" in capsys.readouterr().out
+        assert other.poll() is None, "it is none of ours"
+        other.kill()
     assert running.poll() is None
     write_json(attempt / CLAIM, claimed)
     assert orchestrate("cancel", "adhoc", where) == 0

@@ -5,7 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,8 @@ def heed_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def follow(run: Run, *words: str) -> "subprocess.Popen[str]":
+@contextmanager
+def follow(run: Run, *words: str) -> Iterator["subprocess.Popen[str]"]:
     command = [
         sys.executable,
         "-m",
@@ -142,10 +144,15 @@ def follow(run: Run, *words: str) -> "subprocess.Popen[str]":
         *words,
     ]
     pipe = subprocess.PIPE
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, f"store={run.store.root}"],
         cwd=checkout(), stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_ctrl_c,
     )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def append(path: Path, text: str) -> None:
