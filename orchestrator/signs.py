@@ -20,7 +20,8 @@ NOT_BEGUN: Position = (-1, "end")
 LOOK_S = 1.0  # between looks at the heartbeats
 ABSENCE_S = 5.0  # a longer time between two looks was spent elsewhere
 STANDING = "standing.json"  # of an attempt: the last record of kind "standing"
-FEWEST_BEATS = 3  # that must be missing before a rank is lifeless, however short its limit
+LIFELESS_S = 4 * heartbeat.BEAT_S  # without a beat, however short the limit
+SILENT_S = 5 * heartbeat.BEAT_S  # the shortest limit, so that it is known by then who is lifeless
 
 
 class Attention:
@@ -41,7 +42,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for which a rank may be silent. of_steps: by what the step does, where it is not `step`."""
+    """Seconds for which a rank may be silent, at least SILENT_S. of_steps: by what the step does, where it is not
+    `step`."""
 
     step: float
     of_steps: Mapping[str, float] = field(default_factory=dict)
@@ -53,7 +55,8 @@ class Limits:
     def of(self, spec: GangSpec, position: Position) -> float:
         """A rank that has not begun is on its way into the first step."""
         step = spec.steps[max(position[0], 0)] if spec.steps else None
-        return self.step if step is None else self.of_steps.get(step.do, self.step)
+        limit = self.step if step is None else self.of_steps.get(step.do, self.step)
+        return max(limit, SILENT_S)
 
 
 def slowest_rank(standing: Mapping[str, Any]) -> str:
@@ -144,7 +147,8 @@ class Signs:
     def lag(self) -> list[int]:
         """Ranks that run and are furthest behind in their steps; empty when none runs."""
         places = {rank: order(s.position) for rank, s in self.ranks.items() if not s.has_ended}
-        return [rank for rank, place in places.items() if place == min(places.values())]
+        last = min(places.values(), default=None)
+        return [rank for rank, place in places.items() if place == last]
 
     def lifeless(self, share: float) -> list[int]:
         """Ranks that beat before and did not for longer than this share of their limit."""
@@ -154,7 +158,7 @@ class Signs:
             for rank, signs in self.ranks.items()
             if signs.beat is not None
             and not signs.has_ended
-            and now - signs.beat > max(share * self._limit(rank), FEWEST_BEATS * heartbeat.BEAT_S)
+            and now - signs.beat > max(share * self._limit(rank), LIFELESS_S)
         ]
 
     def silence(self, rank: int) -> float:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from workloads import shared_memory, stacks
 from workloads.member import Events, Member, end_members
 from workloads.processes import family
 
-LIMITS = Limits(120, {"update": 4})  # a start has the time to import torch, on a busy machine
+LIMITS = Limits(120, {"update": 10})  # a start has the time to import torch, on a busy machine
 needs_py_spy = pytest.mark.skipif(
     stacks.find_tool() is None, reason="py-spy is neither on PATH nor in this environment"
 )
@@ -71,10 +72,10 @@ def test_rank_that_works_for_longer_than_its_limit_does_not_hang_and_nor_do_thos
     told: list[dict] = []
     run(toy_set(tmp_path, toy_spec(tmp_path, "work:1", 3)), None, LIMITS, lambda e: told.append(dict(e)))
     [update] = [e for e in told if e["kind"] == "step" and e["rank"] == 1 and e.get("seconds") and e["index"]]
-    assert update["seconds"] > 2 * LIMITS.of_steps["update"]
+    assert update["seconds"] > LIMITS.of_steps["update"]
     standings = [e for e in told if e["kind"] == "standing" and e["index"] == 1]
     assert standings
-    assert all(standing["node"] == 0 for standing in standings)
+    assert all(standing["node"] == socket.gethostname() for standing in standings)
 
 
 def test_node_is_usable_at_once_after_a_hang_with_a_crowd(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class ToyEngine:
 
     def _work(self) -> None:
         """Takes long, unit by unit."""
-        for _ in range(18):
+        for _ in range(26):
             time.sleep(0.5)
             heartbeat.advance()
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.signs import ABSENCE_S, Attention, Limits, Signs
+from orchestrator.signs import ABSENCE_S, LIFELESS_S, Attention, Limits, Signs
 from workloads.heartbeat import beat_file, read
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
@@ -120,7 +120,8 @@ def test_rank_that_never_beat_is_not_lifeless_and_one_that_has_ended_is_neither(
 def test_short_limits_still_need_several_beats_to_be_missing(tmp_path: Path) -> None:
     gang = Gang(tmp_path, Limits(1.0))
     gang.beat(*range(4))
-    gang.wait(4)
+    gang.wait(1)
+    gang.wait(LIFELESS_S)
     assert gang.signs.lifeless(1) == []
     gang.wait(4)
     assert gang.signs.lifeless(1) == [0, 1, 2, 3]
@@ -183,7 +184,7 @@ def test_rank_that_has_no_life_is_slower_than_those_that_wait_for_longer(gang: G
     gang.wait(1)
     for rank in (1, 2, 3):
         gang.step(rank, 0, "start")
-    for _ in range(4):
+    for _ in range(6):
         gang.beat(0, 1, 3)
         gang.wait(2)
     standing = gang.signs.standing()
