@@ -7,7 +7,7 @@ from pathlib import Path
 from orchestrator import arm_overlay, slurm, text
 from orchestrator.freeze import arm_environment, cell_arms
 from orchestrator.provenance import tree as source_tree
-from orchestrator.schema import Cluster, Preflight, Root
+from orchestrator.schema import Bound, Cluster, Preflight, Root
 from workloads.source import SOURCES
 
 Problems = Iterator[str]
@@ -90,11 +90,19 @@ def _cluster_text(root: Root) -> Problems:
 
 def _bounds(root: Root) -> Problems:
     for name, usual in vars(Preflight()).items():
+        if not isinstance(usual, Bound):
+            continue
         key, bound = f"cluster.preflight.{name}", getattr(root.cluster.preflight, name)
         if bound.unit != usual.unit:
             yield f"{key}.unit is {bound.unit!r}, but it is measured in {usual.unit}: give its bounds in that."
         if None not in (bound.low, bound.high) and bound.low > bound.high:
             yield f"{key}.low is {bound.low:g}, above {key}.high={bound.high:g}: nothing lies between them."
+        if (
+            (bound.low, bound.high) != (None, None)
+            and name != "max_sm_clock"
+            and not root.cluster.preflight.network
+        ):
+            yield f"{key} has a bound, but cluster.preflight.network is false, so that it is not measured: drop one."
 
 
 def _partition_limit(cluster: Cluster) -> int | None:

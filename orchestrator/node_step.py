@@ -117,6 +117,7 @@ def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None)
             "workloads.preflight",
             *(f"--{name}={value}" for name, value in options.items()),
             *(f"--source={tree}" for tree in sorted(trees)),
+            *([] if cluster.get("preflight", {}).get("network", True) else ["--no-network"]),
         ),
         survivors_s=SURVIVORS_S,
     )

@@ -158,6 +158,7 @@ class Preflight:
     """Reference values of this cluster for what preflight measures of its nodes. Of two nodes, over each of their GPUs
     (pair_*, and where `segment` is on, within one), or of all nodes together: bus bandwidth, as nccl-tests has it."""
 
+    network: bool = True  # nodes meet, too: false saves the time in which each imports torch, and finds less
     clock_skew: Bound = field(default_factory=lambda: Bound(unit="s"))  # from the clock of the first node
     write_latency: Bound = field(
         default_factory=lambda: Bound(unit="s")

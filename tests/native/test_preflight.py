@@ -166,6 +166,12 @@ def test_a_node_that_never_came(pids: dict[int, int], tmp_path: Path) -> None:
     assert names == {"g2"}, text
 
 
+def test_nodes_that_are_to_meet_nobody_say_what_they_are(pids: dict[int, int], tmp_path: Path) -> None:
+    nodes = run(pids, tmp_path, 2, {}, "--no-network")
+    assert [sorted(node.found) for node in nodes] == [["done", "machine"]] * 2
+    assert at_fault(nodes) == (set(), "")
+
+
 def test_a_collective_that_changes_numbers_is_an_error(pids: dict[int, int], tmp_path: Path) -> None:
     def corrupts() -> None:
         reduce = network.dist.all_reduce

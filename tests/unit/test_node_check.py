@@ -279,9 +279,10 @@ def test_pairs_of_two_segments_have_the_bounds_of_neither() -> None:
     [
         ("pair_all_reduce={low: 5, unit: Gbit/s}", "unit is 'Gbit/s', but it is measured in GB/s"),
         ("clock_skew={low: 5, high: 1}", "cluster.preflight.clock_skew.low is 5, above"),
+        ("network=false", "cluster.preflight.all_reduce has a bound, but cluster.preflight.network is false"),
     ],
 )
 def test_bounds_that_cannot_hold_are_refused_before_submission(change: str, said: str) -> None:
     key, _, value = change.partition("=")
     with pytest.raises(ConfigError, match=re.escape(said)):
-        plan([f"cluster.preflight.{key}={value}"])
+        plan(["cluster.preflight.all_reduce.low=1", f"cluster.preflight.{key}={value}"])

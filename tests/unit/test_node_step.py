@@ -146,6 +146,11 @@ def test_the_step_starts_where_the_folder_is_not_seen_and_outlives_a_node(
     assert {"--kill-on-bad-exit=0", "--wait=60"} <= set(command)
     assert not [word for word in command if word.startswith("--error")]
     assert command[command.index("-m") + 1 :][:2] == ["workloads.preflight", "--nodes=2"]
+    assert "--no-network" not in command
+    alone = {**cell, "cluster": {**cell["cluster"], "preflight": {"network": False}}}
+    with pytest.raises(AttemptError, match="did not begin"):
+        node_step.check_nodes(alone, Store(attempt.parents[2]), attempt, TWO, Listener())
+    assert "--no-network" in launch_command(seen[1], TWO)
 
 
 @pytest.mark.parametrize("change", [{"kind": "ray"}, {}])

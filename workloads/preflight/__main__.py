@@ -68,7 +68,7 @@ def check(options: argparse.Namespace, report: Report) -> None:
     report.stage("machine", lambda: machine(options))
     if options.device == "cuda":
         report.stage("gpus", gpus.look)
-    if options.nodes > 1:
+    if options.nodes > 1 and options.network:
         _with_others(options, report)
 
 
@@ -139,6 +139,7 @@ def _options() -> argparse.Namespace:
         "--grace", type=float, default=60, help="seconds until a file must be visible elsewhere"
     )
     parser.add_argument("--source", type=Path, action="append", default=[], help="a tree whose hash is told")
+    parser.add_argument("--no-network", action="store_false", dest="network", help="meet no other node")
     parser.add_argument("--attended", action="store_true", help="stop at the end of standard input")
     parser.add_argument("--parent", type=int, help="pid whose death ends this node (on the driver's machine)")
     return parser.parse_args()
