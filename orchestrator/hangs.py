@@ -10,7 +10,7 @@ from orchestrator.failure import AttemptError, stacks, tail
 from orchestrator.signs import Stall, order
 from workloads.stacks import stacks_file
 
-SHOWN_RANKS, SHOWN_FRAMES, SHOWN_WIDTH = 3, 16, 200  # of stacks in a finding; the files hold all
+SHOWN_RANKS, SHOWN_PROCESSES, SHOWN_FRAMES, SHOWN_WIDTH = 3, 5, 16, 200  # in a finding; the files hold all
 
 # A frame of faulthandler's and one of py-spy's, where native ones have a library or a C file.
 _FRAME = re.compile(
@@ -18,7 +18,7 @@ _FRAME = re.compile(
     r"|    (?P<spied>\S.*) \((?P<where>[^()]*)\))$",
     re.MULTILINE,
 )
-_SPIED = re.compile(r'^Thread \S+ \(.*\)(?:: "MainThread")?$', re.MULTILINE)
+_SPIED = re.compile(r"^Process (\d+):.*?^Thread \1 [^\n]*\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _THREAD = re.compile(r"^(?:Current )?[Tt]hread .*$", re.MULTILINE)
 _STATE = re.compile(r"^it (.+\(state [DTt]\))$", re.MULTILINE)
 
@@ -39,10 +39,13 @@ class Frame(NamedTuple):
 
 
 def frames(stack: str) -> list[Frame]:
-    """Of the main thread, innermost first. py-spy shows it first, of the rank's own process before others;
-    faulthandler shows the newest thread first, so it is the last."""
-    spied = _SPIED.split(stack)
-    block = _THREAD.split(spied[1])[0] if len(spied) > 1 else _THREAD.split(stack)[-1]
+    """Of the main thread, innermost first. By py-spy it has the number of its process, of which the rank's own is the
+    first; faulthandler shows the newest thread first, so it is the last."""
+    spied = _SPIED.search(stack)
+    return _parsed(spied[2] if spied is not None else _THREAD.split(stack)[-1])
+
+
+def _parsed(block: str) -> list[Frame]:
     return [
         Frame(match["function"], f"{match['file']}:{match['line']}")
         if match["file"]
@@ -146,12 +149,14 @@ def _step(stall: Stall) -> str:
 
 
 def _shown(told: Mapping[int, str]) -> str:
-    """The innermost frames of some ranks."""
-    lines = []
+    """The innermost frames of some ranks, and of the processes that they have started."""
+    blocks = []
     for rank, stack in list(told.items())[:SHOWN_RANKS]:
-        lines.append(f"rank {rank}:")
-        lines += [f"  {frame}"[:SHOWN_WIDTH] for frame in frames(stack)[:SHOWN_FRAMES]]
-    return "\n".join(lines)
+        started = list(_SPIED.finditer(stack))[1:SHOWN_PROCESSES]
+        blocks.append((f"rank {rank}:", frames(stack)))
+        blocks += [(f"process {match[1]} of rank {rank}:", _parsed(match[2])) for match in started]
+    lines = [line for head, block in blocks for line in (head, *(f"  {one}" for one in block[:SHOWN_FRAMES]))]
+    return "\n".join(line[:SHOWN_WIDTH] for line in lines)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

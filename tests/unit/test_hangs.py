@@ -31,6 +31,8 @@ in the kernel:
 Process 71: python -m workloads.node SET
 Python v3.11.7 (/usr/bin/python3.11)
 
+Thread 70 (idle): "autograd"
+    wait (/usr/lib/python3.11/threading.py:324)
 Thread 71 (idle): "MainThread"
     clock_nanosleep (/usr/lib/libc.so.6)
     PyCFuncPtr_call (_ctypes.c:4201)
@@ -113,6 +115,11 @@ def test_rank_that_waits_for_nobody_is_to_blame_however_few_wait(tmp_path: Path)
         stacks_file(tmp_path, rank).write_text(SPIED)
     error = hung(tmp_path, {0: WAITING}, seen)
     assert (error.failure.rank, "Behind: ranks 1, 2." in error.failure.message) == (1, True)
+    assert error.failure.stack.splitlines()[5:8] == [
+        "  <module> (<frozen runpy>:88)",
+        "process 73 of rank 1:",
+        "  work (/src/worker.py:1)",
+    ]
 
 
 def test_rank_without_a_sign_of_life_is_to_blame_wherever_it_is(tmp_path: Path) -> None:
@@ -125,7 +132,9 @@ def test_rank_without_a_sign_of_life_is_to_blame_wherever_it_is(tmp_path: Path) 
     assert "The process of rank 1 is stopped by a signal (state T)." in error.failure.message
 
 
-@pytest.mark.parametrize(("lifeless", "type_"), [((2, 3), "node_lost"), ((1, 2, 3), "node_lost"), ((3,), "hang")])
+@pytest.mark.parametrize(
+    ("lifeless", "type_"), [((2, 3), "node_lost"), ((1, 2, 3), "node_lost"), ((3,), "hang")]
+)
 def test_node_is_lost_that_is_lifeless_as_a_whole_and_does_not_answer(
     tmp_path: Path, lifeless: tuple[int, ...], type_: str
 ) -> None:
@@ -144,7 +153,9 @@ def test_hang_before_the_first_step_has_no_step(tmp_path: Path) -> None:
 
 
 def test_finding_shows_few_ranks_few_frames_and_no_endless_names(tmp_path: Path) -> None:
-    deep = 'Thread 1 (idle): "MainThread"\n' + 99 * f"    {'pybind11::' * 99} (/src/a.py:1)\n"
+    deep = (
+        'Process 1: python\nThread 1 (idle): "MainThread"\n' + 99 * f"    {'pybind11::' * 99} (/src/a.py:1)\n"
+    )
     for rank in range(8):
         stacks_file(tmp_path, rank).write_text(deep)
     positions: dict[int, Position] = {rank: (0 if rank else 1, "start") for rank in range(8)}
