@@ -80,7 +80,7 @@ def hang(stall: Stall, exits: Iterable[Mapping[str, Any]], nodes: Mapping[int, i
 
     To blame are the ranks that showed no sign of life, else those that are behind in their steps; where all are at the
     same step, those that do not wait in a collective as the others do. A node is lost whose ranks were all lifeless and
-    that did not answer the order to stop either.
+    that did not answer when stacks were asked for.
     """
     folder, ended = Path(stall.spec.output), {event["rank"]: event for event in exits}
     told = {rank: _stack(folder, rank, ended.get(rank)) for rank in stall.positions}
@@ -90,7 +90,7 @@ def hang(stall: Stall, exits: Iterable[Mapping[str, Any]], nodes: Mapping[int, i
             at[place(stack)].append(rank)
     blamed = stall.lifeless or stall.behind or _elsewhere(told, at)
     first = blamed[0] if blamed else min(ended, default=None)
-    lost = _lost_nodes(stall.lifeless, ended, nodes)
+    lost = _lost_nodes(stall, folder, nodes)
     return AttemptError(
         "node_lost" if lost else "hang",
         " ".join(_sentences(stall, blamed, at, told)),
@@ -115,12 +115,12 @@ def _head(seen: str) -> str:
     return f"{state[0]}\n" if state else ""
 
 
-def _lost_nodes(
-    lifeless: Sequence[int], ended: Mapping[int, Mapping[str, Any]], nodes: Mapping[int, int]
-) -> list[int]:
-    mute = {node for rank, node in nodes.items() if rank in lifeless and rank not in ended}
-    alive = {node for rank, node in nodes.items() if rank not in lifeless or rank in ended}
-    return sorted(mute - alive) if alive - mute else []
+def _lost_nodes(stall: Stall, folder: Path, nodes: Mapping[int, int]) -> list[int]:
+    """A node parent that runs writes stacks, also of ranks that are lifeless."""
+    mute = {rank for rank in stall.lifeless if not stacks_file(folder, rank).exists()}
+    lost = {node for rank, node in nodes.items() if rank in mute}
+    alive = {node for rank, node in nodes.items() if rank not in mute}
+    return sorted(lost - alive) if alive else []
 
 
 def _sentences(

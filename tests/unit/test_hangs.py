@@ -133,12 +133,21 @@ def test_rank_without_a_sign_of_life_is_to_blame_wherever_it_is(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("lifeless", "type_"), [((2, 3), "node_lost"), ((1, 2, 3), "node_lost"), ((3,), "hang")]
+    ("lifeless", "answered", "type_"),
+    [
+        ((2, 3), (), "node_lost"),
+        ((1, 2, 3), (0, 1), "node_lost"),
+        ((3,), (), "hang"),
+        ((2, 3), (2, 3), "hang"),
+        ((0, 1, 2, 3), (), "hang"),
+    ],
 )
 def test_node_is_lost_that_is_lifeless_as_a_whole_and_does_not_answer(
-    tmp_path: Path, lifeless: tuple[int, ...], type_: str
+    tmp_path: Path, lifeless: tuple[int, ...], answered: tuple[int, ...], type_: str
 ) -> None:
-    """Ranks 0 and 1 live on a node that ended them when it was told to, ranks 2 and 3 on one that did not."""
+    """Ranks 2 and 3 share a node, and 0 and 1 do. Where all is lifeless, the file system of the heartbeats may be."""
+    for rank in answered:
+        stacks_file(tmp_path, rank).write_text(STOPPED)
     seen = stall(tmp_path, dict.fromkeys(range(4), (1, "start")), *lifeless)
     error = hung(tmp_path, {0: WAITING, 1: WAITING}, seen, {0: 0, 1: 0, 2: 1, 3: 1})
     assert error.failure.type == type_
