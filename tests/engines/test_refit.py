@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import Outcome, orchestrate
+from tests.engines.scripts import run_script
 
 pytestmark = pytest.mark.vllm
 RELOAD = ("backend=vllm_cpu", "parallelism=single", "collect=vllm", "load_path=vllm_reload")
@@ -92,6 +93,19 @@ def test_defects_of_the_released_engine_are_found_and_can_be_shown(
     wrong = {check["name"] for check in cell["checks"] if check["verdict"] == "FAIL"}
     assert {"updated_equals_fresh", "updated_answers_as_fresh", "updated_is_checkpoint"} <= wrong
     assert "from vllm import LLM" in (outcome.folder / "report.md").read_text()  # type: ignore[operator]
+
+
+def test_the_script_of_a_finding_shows_it_without_this_project(
+    store: Path, vllm_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cell was run just above. Both engines of the script run in one process here, which halves its time."""
+    outcome = orchestrate(store, "model=tiny_moe", *RELOAD)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    done = run_script(vllm_python, outcome.cell["reproduction"]["script"], tmp_path)
+    assert done.returncode == 0, done.output[-4000:]
+    assert "routed_experts.w13_weight: observed" in done.output, done.output[-4000:]
+    assert " DIFFERS, moved: False" in done.output
+    assert "greedy tokens and log-probabilities: DIFFER" in done.output
 
 
 def test_a_hybrid_model_passes_with_what_is_not_covered_listed(store: Path) -> None:
