@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.commands import orchestrate
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]
+DRIVER = Path(__file__).parent / "toy_driver.py"
 TOY = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'native'}"}
 Events = list[Mapping[str, Any]]
 
@@ -92,16 +94,15 @@ def actor_of(events: Events, node: int) -> psutil.Process:
     return actor
 
 
-def test_a_gang_ends_well_and_the_room_is_given_back(nodes: RayNodes, folder: Path) -> None:
-    for number in range(2):  # the second takes the places of the first
-        events: Events = []
-        gangs = toy_set(folder / str(number), nodes, "sum")
-        run(gangs, None, 60, lambda event, kept=events: kept.append(dict(event)))
-        assert [event["code"] for event in events if event["kind"] == "rank_exited"] == [0] * 4
-        assert {event["node"] for event in events if event["kind"] == "gang_ended"} == {0, 1}
-        spec = json.loads((folder / str(number) / "candidate" / "gang.json").read_text())
-        assert spec["master_addr"] == nodes.host(1)  # the lowest address of those with room
-        await_gone(gangs.folder, 5)
+def test_a_gang_ends_well_with_rank_0_on_the_lowest_address(nodes: RayNodes, folder: Path) -> None:
+    events: Events = []
+    gangs = toy_set(folder, nodes, "sum")
+    run(gangs, None, 60, lambda event: events.append(dict(event)))
+    assert [event["code"] for event in events if event["kind"] == "rank_exited"] == [0] * 4
+    assert {event["node"] for event in events if event["kind"] == "gang_ended"} == {0, 1}
+    spec = json.loads((folder / "candidate" / "gang.json").read_text())
+    assert spec["master_addr"] == nodes.host(1)  # of those with room
+    await_gone(gangs.folder, 5)
 
 
 def test_a_rank_that_is_killed_is_named(nodes: RayNodes, folder: Path) -> None:
@@ -134,6 +135,22 @@ def test_too_few_nodes_are_counted(nodes: RayNodes, folder: Path) -> None:
     assert failure.type == "launch_failed"
     assert "needs 3 Ray nodes with 2 CPU each, the cluster has 2 of 3" in failure.message
     assert time.monotonic() - began < 30
+
+
+def test_a_driver_that_is_killed_leaves_nothing(nodes: RayNodes, folder: Path) -> None:
+    """The end of its pipe stops the launcher, and that of the actors' pipes the node parents."""
+    folder.mkdir()
+    command = [sys.executable, str(DRIVER), str(folder), "hang:1", "60", nodes.address]
+    driver = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    files = [folder / "candidate" / f"progress-{rank:05d}.jsonl" for rank in range(4)]
+    deadline = time.monotonic() + 90
+    while not all(file.exists() and '"index":1' in file.read_text() for file in files):
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    driver.kill()
+    driver.wait()
+    await_gone(folder / "set", 15)
 
 
 def test_busy_nodes_are_waited_for_within_bounds_and_a_stop_is_in_order(

@@ -1,7 +1,7 @@
 """What a driver does with one set of gangs, without a cell: `toy_driver.py FOLDER VIA TIMEOUT`, outcome as JSON.
 
-TIMEOUT: seconds for which a rank may be silent in the step that does VIA. A fourth word, `ray`: two nodes of two ranks,
-on a Ray cluster that the step starts.
+TIMEOUT: seconds for which a rank may be silent in the step that does VIA. A fourth word: two nodes of two ranks, on
+the Ray cluster at this address, or for `ray` on one that the step starts.
 """
 
 import json
@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 def main() -> None:
     folder, via, timeout_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     limits = Limits(60, {"update": timeout_s})
-    ray = RayCluster(None, wait_s=120) if "ray" in sys.argv[4:] else None
+    ray = None
+    if len(sys.argv) > 4:
+        ray = RayCluster(None if sys.argv[4] == "ray" else sys.argv[4], wait_s=120)
     wide = Parallelism(tp=4, dp=4, ep=16, nodes=4, gpus_per_node=4)
     layout = wide if ray is None else Parallelism(tp=4, nodes=2, gpus_per_node=2)
     allocation = find_allocation(os.environ)
