@@ -61,7 +61,8 @@ class Limits:
 
 def slowest_rank(standing: Mapping[str, Any]) -> str:
     """Of a "standing" record, for people."""
-    return f"rank {standing['rank']} on {standing['node']}, silent for {standing['silent_s']:.0f} s"
+    where = f"on {standing['node']}" if standing["node"] is not None else "not started"
+    return f"rank {standing['rank']} {where}, silent for {standing['silent_s']:.0f} s"
 
 
 def limits_of(policy: Mapping[str, Any]) -> Limits:
