@@ -123,7 +123,7 @@ def connect(address: str) -> str:
     advice = (
         f"Set cluster.ray.address to the HOST:PORT of its head (`ray start --head` prints it), and run this on one of "
         f"its nodes with the versions of Python and Ray that it has (here {sys.version.split()[0]} and "
-        f"{ray.__version__})."
+        f"{ray.__version__}), and with RAY_AUTH_MODE and RAY_AUTH_TOKEN set where it asks for a token."
     )
     try:
         if address != "auto" and not answers(address, CONNECT_S):  # Ray itself would try for a minute
