@@ -145,7 +145,7 @@ def _step(stall: Stall) -> str:
     if index < 0:
         return "its start"
     step = stall.spec.steps[index]
-    return f"step {index} ({step.do} {step.name or step.checkpoint})"
+    return f"step {index + 1} of {len(stall.spec.steps)} ({step.do} {step.name or step.checkpoint})"
 
 
 def _shown(told: Mapping[int, str]) -> str:

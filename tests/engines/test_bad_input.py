@@ -134,7 +134,7 @@ def test_an_architecture_that_the_engine_does_not_know_is_an_error(store: Path, 
 
 def test_an_update_that_hangs_is_ended_and_located(store: Path, tmp_path: Path) -> None:
     outcome = _harmed(store, tmp_path, "hang", f"policy.step_timeouts_s.update={HANG_S}", "rerun=true")
-    _is_error(outcome, "hang", "hangs in step 2 (update")
+    _is_error(outcome, "hang", "hangs in step 3 of 10 (update old)")
     assert "hangs" in outcome.cell["error"]["stack"]
 
 

@@ -44,7 +44,7 @@ def seen(folder: Path, rank: int) -> str:
 def test_hang_names_the_rank_that_the_others_wait_for_and_where_all_are(tmp_path: Path) -> None:
     failure = hang_of(tmp_path, "hang:2", ranks=4)
     assert failure.rank == 2
-    assert "hangs in step 1 (update new)" in failure.message
+    assert "hangs in step 2 of 2 (update new)" in failure.message
     assert "Behind: ranks 2." in failure.message
     assert "ranks 0, 1, 3 in update" in failure.message
     assert "sign of life" not in failure.message  # its thread beats: it is not the process that stands still

@@ -94,7 +94,7 @@ def test_hang_blames_the_ranks_that_are_steps_behind(tmp_path: Path) -> None:
     seen = stall(tmp_path, {0: (3, "start"), 1: (2, "end"), 2: (3, "start")})
     error = hung(tmp_path, {0: WAITING, 1: WAITING, 2: BUSY}, seen)
     assert (error.failure.type, error.failure.rank) == ("hang", 1)
-    assert "hangs in step 3 (update old), silent for 30 s. Behind: ranks 1." in error.failure.message
+    assert "hangs in step 4 of 4 (update old), silent for 30 s. Behind: ranks 1." in error.failure.message
 
 
 def test_hang_in_one_step_blames_the_ranks_that_stand_elsewhere(tmp_path: Path) -> None:
