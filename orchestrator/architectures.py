@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from orchestrator import memory, native_rules, transformers_memory, transformers_rules
-from orchestrator.rule_parts import Problems
-from orchestrator.schema import Root
+from orchestrator import memory, transformers_memory
+from orchestrator.config.schema import Root
+from orchestrator.rules import native_rules, transformers_rules
+from orchestrator.rules.rule_parts import Problems
 from workloads.models.architectures import ARCHITECTURES as FAMILIES
 from workloads.models.planning import Part
 

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import Any
 
 from orchestrator import engine_env
-from orchestrator.arguments import UsageError, one_name, store_and_names
-from orchestrator.compose import CONFIG_NAME, ConfigError, conf_dir, group_options, parse_override
-from orchestrator.planning import Plan, plan
+from orchestrator.cluster.slurm import SlurmError, available
+from orchestrator.config.compose import CONFIG_NAME, ConfigError, conf_dir, group_options, parse_override
+from orchestrator.config.planning import Plan, plan
 from orchestrator.provenance import ProvenanceError
 from orchestrator.show import console, show_plan
-from orchestrator.slurm import SlurmError, available
 from orchestrator.store import Store, StoreError
+from orchestrator.verbs.arguments import UsageError, one_name, store_and_names
 
 USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
 HELP_WIDTH = 100
@@ -83,7 +83,7 @@ def _dispatch(argv: list[str]) -> int:
     if verb == "faults":
         return _faults(rest)
     if verb in ("runs", "logs", "cancel", "resume"):
-        return int(import_module(f"orchestrator.{verb}").main(rest))
+        return int(import_module(f"orchestrator.verbs.{verb}").main(rest))
     options, words = _options(rest)
     if options.help:
         print(help_text())
@@ -160,7 +160,7 @@ _PLANNING: dict[str, Callable[[Plan, list[str], bool], int]] = {
 def _on_run(verb: str, words: list[str]) -> int:
     """status, judge and report: a run by name, and perhaps store=PATH."""
     from orchestrator import experiment
-    from orchestrator.status import show_status
+    from orchestrator.verbs.status import show_status
 
     (store, names), out = store_and_names(verb, words), console()
     if verb == "status":
@@ -174,7 +174,7 @@ def _on_run(verb: str, words: list[str]) -> int:
 
 
 def _faults(arguments: list[str]) -> int:
-    from orchestrator import faults
+    from orchestrator.verbs import faults
 
     flags = {argument for argument in arguments if argument.startswith("-")}
     if flags & {"-h", "--help"}:
@@ -206,7 +206,7 @@ def _ask_hydra(arguments: list[str]) -> int:
     """--cfg, --info and shell completion, as every Hydra application answers them."""
     import hydra
 
-    import orchestrator.schema  # noqa: F401  # registers the schema that config.yaml names
+    import orchestrator.config.schema  # noqa: F401  # registers the schema that config.yaml names
 
     @hydra.main(config_path=str(conf_dir()), config_name=CONFIG_NAME, version_base="1.3")
     def ask(_config: Any) -> None:

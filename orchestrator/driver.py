@@ -19,16 +19,19 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from collectors.records import RecordWriter
-from orchestrator import cancelled, gang, jobs, node_step, preflight, provenance, slurm, upstream
+from orchestrator import provenance
 from orchestrator.cell import Cell, cell_id, second_run
+from orchestrator.cluster import cancelled, jobs, slurm, upstream
 from orchestrator.failure import DISK_FULL, AttemptError, Failure
+from orchestrator.gangs import gang
+from orchestrator.gangs.launch import Allocation, GangSet, find_allocation
+from orchestrator.gangs.signs import STANDING, limits_of
 from orchestrator.judge.attempt import CRASH
 from orchestrator.judge.policy import combine, judge_attempt
-from orchestrator.launch import Allocation, GangSet, find_allocation
+from orchestrator.nodes import node_step, preflight
 from orchestrator.progress import Display, display
 from orchestrator.publish import publish
 from orchestrator.result import unjudged
-from orchestrator.signs import STANDING, limits_of
 from orchestrator.staging import arm_gangs, second_gang, stage
 from orchestrator.store import RESULT, UPSTREAM, Store, read_json, write_json
 

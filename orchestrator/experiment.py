@@ -11,14 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from orchestrator import follow, submit
 from orchestrator.cell import Cell
+from orchestrator.cluster import follow, submit
+from orchestrator.cluster.history import INDEX, Experiment, lacking, load, read_cell, read_history, read_index
+from orchestrator.cluster.jobs import Book
+from orchestrator.config.planning import Plan
 from orchestrator.failure import Failure
 from orchestrator.here import run_here
-from orchestrator.history import INDEX, Experiment, lacking, load, read_cell, read_history, read_index
-from orchestrator.jobs import Book
 from orchestrator.judge.policy import combine, judge_attempt
-from orchestrator.planning import Plan
 from orchestrator.report.reproduction import reproduction
 from orchestrator.result import unjudged
 from orchestrator.starts import cheapest_order

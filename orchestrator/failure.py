@@ -34,7 +34,7 @@ _CONSEQUENCE = re.compile(
 class Failure:
     """`error` of result.json. type: rank_killed, rank_failed, out_of_memory, disk_full, hang, connection_lost,
     node_lost, node_failed, boot_failed, bad_node (found unfit before anything ran), gpu_failed, launch_failed,
-    stopped, cancelled (by an operator: orchestrator.cancelled), preempted, requeued, time_limit, lost, refused (by
+    stopped, cancelled (by an operator), preempted, requeued, time_limit, lost, refused (by
     sbatch), never_starts, upstream (another cell did not make what this one needs), preflight, checkpoint (refused
     before anything was touched), unusable (a load broke off, or weights were discarded: the engine must not serve),
     code, judge."""

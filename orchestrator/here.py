@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from orchestrator import cancelled, provenance
-from orchestrator.attempts import DONE, FAILED
+from orchestrator import provenance
+from orchestrator.cluster import cancelled
+from orchestrator.cluster.attempts import DONE, FAILED
+from orchestrator.cluster.history import Experiment, read_history, stands
+from orchestrator.cluster.jobs import Book
 from orchestrator.failure import Failure
-from orchestrator.history import Experiment, read_history, stands
-from orchestrator.jobs import Book
 from orchestrator.result import unjudged
 from orchestrator.store import RESULT, Store, write_json
 

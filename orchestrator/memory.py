@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from orchestrator.schema import Root
+from orchestrator.config.schema import Root
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
 from workloads.models.architectures import model_plan, tensor_table
 from workloads.models.planning import DRAFTERS, Experts, Load, Part

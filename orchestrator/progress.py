@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from orchestrator.signs import slowest_rank
+from orchestrator.gangs.signs import slowest_rank
 from workloads.spec import GangSpec
 
 Record = Mapping[str, Any]
@@ -40,7 +40,7 @@ class GangState:
 
 
 class Board:
-    """What is known of every gang, from the events and progress records of `orchestrator.gang`."""
+    """What is known of every gang, from the events and progress records of `orchestrator.gangs.gang`."""
 
     def __init__(self) -> None:
         self.gangs: dict[str, GangState] = {}

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from orchestrator.text import SECRET_NAME
+from orchestrator.config.text import SECRET_NAME
 from workloads.source import ENGINE_PACKAGES, SOURCES, files_hash, files_in, package_versions
 
 PACKAGES = (*ENGINE_PACKAGES, "hydra-core", "submitit")

@@ -14,11 +14,11 @@ from rich.table import Table
 from orchestrator import memory
 from orchestrator.architectures import architecture
 from orchestrator.cell import Cell, Reference, canonical, references
-from orchestrator.freeze import cell_arms
-from orchestrator.planning import Plan, Planned
-from orchestrator.rules import memory_limit
-from orchestrator.scheduling import levels, needs
-from orchestrator.schema import RULES, Root
+from orchestrator.cluster.scheduling import levels, needs
+from orchestrator.config.freeze import cell_arms
+from orchestrator.config.planning import Plan, Planned
+from orchestrator.config.schema import RULES, Root
+from orchestrator.rules.cell_rules import memory_limit
 from orchestrator.show_jobs import show_jobs
 from orchestrator.show_where import code_lines, where_lines
 from orchestrator.starts import Source, cheapest_order, engine_starts

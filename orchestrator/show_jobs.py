@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from orchestrator import quarantine, slurm
-from orchestrator.jobs import batches_dir
-from orchestrator.planning import Planned
-from orchestrator.sbatch import script
-from orchestrator.scheduling import arrays, needs
+from orchestrator.cluster import quarantine, slurm
+from orchestrator.cluster.jobs import batches_dir
+from orchestrator.cluster.sbatch import script
+from orchestrator.cluster.scheduling import arrays, needs
+from orchestrator.config.planning import Planned
 from orchestrator.store import Store
 
 BATCH, JOB = "BATCH", "JOB{}"  # stand for names that only a submission gives

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from orchestrator.cell import Cell
-from orchestrator.launch import ray_cluster, ray_launch
+from orchestrator.gangs.launch import ray_cluster, ray_launch
 from orchestrator.provenance import checkout
 from workloads.spec import Backend, Parallelism
 

@@ -26,10 +26,10 @@ from orchestrator.cell import (
 )
 from orchestrator.engine_env import environment_python
 from orchestrator.failure import AttemptError
+from orchestrator.gangs.launch import Allocation, GangSet, free_port, master_address, ray_cluster
+from orchestrator.gangs.signs import limits_of
 from orchestrator.judge.attempt import again_folder
-from orchestrator.launch import Allocation, GangSet, free_port, master_address, ray_cluster
 from orchestrator.provenance import checkout, folder_state
-from orchestrator.signs import limits_of
 from orchestrator.store import Store
 from orchestrator.trees import overlaid_package, source_tree
 from workloads.spec import GangSpec, Sampling, Step

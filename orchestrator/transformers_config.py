@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from orchestrator.schema import Root
+from orchestrator.config.schema import Root
 from workloads.loading.shards import CheckpointError, read_config
 
 CONFIG = "config.json"
@@ -23,7 +23,7 @@ def drafts(root: Root) -> set[str]:
 
 def configs(root: Root) -> list[tuple[str, Config]]:
     """Each configuration that the cell names for its model, with the key or file in which it stands. A folder without
-    a readable one is left out here: `orchestrator.checkpoint_rules` says what is wrong with it."""
+    a readable one is left out here: `orchestrator.rules.checkpoint_rules` says what is wrong with it."""
     given: list[tuple[str, Config]] = [(KEY, root.model.transformers)] if root.model.transformers else []
     for name, checkpoint in root.checkpoints.items():
         if checkpoint.path is not None and name not in drafts(root):
@@ -45,7 +45,7 @@ def draft_config(root: Root) -> Config:
     try:
         return read_config(Path(given[0]).expanduser())
     except CheckpointError:
-        return {}  # `orchestrator.checkpoint_rules` says what is wrong with it
+        return {}  # `orchestrator.rules.checkpoint_rules` says what is wrong with it
 
 
 @cache

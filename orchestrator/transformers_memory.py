@@ -6,7 +6,7 @@ from functools import cache
 from math import prod
 from pathlib import Path
 
-from orchestrator.schema import Root
+from orchestrator.config.schema import Root
 from orchestrator.transformers_config import (
     EXPERTS,
     Config,
@@ -107,7 +107,7 @@ def _stored_bytes(folder: Path, itemsize: int | None) -> int | None:
     try:
         metas = [location.meta for location in read_layout(folder).tensors.values()]
     except CheckpointError:
-        return None  # `orchestrator.checkpoint_rules` says what is wrong with it
+        return None  # `orchestrator.rules.checkpoint_rules` says what is wrong with it
     return sum(prod(meta.shape) * _served(meta.dtype, itemsize) for meta in metas)
 
 

@@ -1,6 +1,6 @@
 """What a gang is told to do: plain data that crosses from the control side to the ranks as JSON.
 
-Standard library only. `orchestrator.schema` builds the same classes from configuration and adds the
+Standard library only. `orchestrator.config.schema` builds the same classes from configuration and adds the
 rules; nothing here validates.
 """
 
@@ -132,7 +132,7 @@ class Step:
 
     do: start | update | sleep | wake | save | observe. `checkpoint` names an entry of `GangSpec.checkpoints`.
     via: how weights arrive, for start and update, or which files are written, for save; what there is depends on the
-    engine (`orchestrator.scenario_rules.VIA`).
+    engine (`orchestrator.rules.scenario_rules.VIA`).
     level: for sleep, 1 keeps the weights on the host, 2 discards them.
     name, collect: for observe: the observation's folder and the collectors that run
     (`tensors`, `generations`, `gsm8k`, `throughput`, `memory`).

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import follow
+from orchestrator.cluster import follow
+from orchestrator.cluster.history import load
 from orchestrator.experiment import start
-from orchestrator.history import load
 from orchestrator.store import Store
 from tests.cluster.conftest import slurm  # noqa: F401
 from tests.cluster.toy_experiment import ROOT, shim, toys

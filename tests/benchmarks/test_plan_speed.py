@@ -13,8 +13,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_config_search_path
 from hydra.types import RunMode
 
-from orchestrator.compose import Composer, conf_dir
-from orchestrator.planning import plan
+from orchestrator.config.compose import Composer, conf_dir
+from orchestrator.config.planning import plan
 from orchestrator.provenance import checkout
 from orchestrator.store import Store
 

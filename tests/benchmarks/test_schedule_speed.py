@@ -23,12 +23,12 @@ from rich.console import Console
 
 from orchestrator import experiment
 from orchestrator.cell import Cell, cell_id
-from orchestrator.follow import advance
-from orchestrator.history import load
-from orchestrator.planning import Plan, plan
-from orchestrator.scheduling import Array, arrays, needs
-from orchestrator.status import show_status
+from orchestrator.cluster.follow import advance
+from orchestrator.cluster.history import load
+from orchestrator.cluster.scheduling import Array, arrays, needs
+from orchestrator.config.planning import Plan, plan
 from orchestrator.store import Store
+from orchestrator.verbs.status import show_status
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401

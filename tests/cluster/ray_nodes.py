@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from orchestrator.launch import free_port
+from orchestrator.gangs.launch import free_port
 
 PORTS = (
     "node-manager-port",

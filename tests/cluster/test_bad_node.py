@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import quarantine
+from orchestrator.cluster import quarantine
 from orchestrator.store import read_json
 from tests.cluster.toy_experiment import Toys, toys
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.planning import plan
+from orchestrator.config.planning import plan
 from orchestrator.store import Store, read_json
 from tests.cluster.conftest import Job
 from workloads.spec import Step

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator import quarantine
+from orchestrator.cluster import quarantine
+from orchestrator.cluster.history import load
 from orchestrator.experiment import attempts_that_count, conclude
-from orchestrator.history import load
 from orchestrator.store import read_json
 from tests.cluster.toy_experiment import Toys, control, shim, toys
 

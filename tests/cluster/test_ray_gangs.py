@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.gang import run
-from orchestrator.launch import GangSet, RayCluster, free_port, ray_launch
+from orchestrator.gangs.gang import run
+from orchestrator.gangs.launch import GangSet, RayCluster, free_port, ray_launch
 from tests.cluster.ray_nodes import RayNodes
 from tests.commands import orchestrate
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step

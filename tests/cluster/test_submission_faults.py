@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.cluster.history import load
+from orchestrator.config.planning import Plan
 from orchestrator.experiment import attempts_that_count
-from orchestrator.history import load
-from orchestrator.planning import Plan
 from orchestrator.store import read_json
 from tests.cluster.toy_experiment import Toys, shim, toys
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator import slurm as commands
 from orchestrator.cli import main
+from orchestrator.cluster import slurm as commands
 from orchestrator.store import Store, read_json
 
 pytestmark = pytest.mark.slurm

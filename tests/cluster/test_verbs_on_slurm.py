@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.jobs import CLAIM
+from orchestrator.cluster.jobs import CLAIM
 from orchestrator.store import read_json, write_json
 from tests.cluster.toy_experiment import ROOT, Toys, control, toys
 

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from orchestrator import driver, node_step, upstream
+from orchestrator import driver
 from orchestrator.cell import Cell, references
+from orchestrator.cluster import upstream
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.launch import find_allocation
+from orchestrator.gangs.launch import find_allocation
+from orchestrator.nodes import node_step
 from orchestrator.result import unjudged
 from orchestrator.store import Store
 

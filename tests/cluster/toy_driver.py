@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from orchestrator.failure import AttemptError
-from orchestrator.gang import run
-from orchestrator.launch import GangSet, RayCluster, find_allocation, free_port, master_address
-from orchestrator.signs import Limits
+from orchestrator.gangs.gang import run
+from orchestrator.gangs.launch import GangSet, RayCluster, find_allocation, free_port, master_address
+from orchestrator.gangs.signs import Limits
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]

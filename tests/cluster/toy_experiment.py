@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cluster.follow import Look, advance
+from orchestrator.cluster.history import load
+from orchestrator.cluster.jobs import Book, Task
+from orchestrator.config.planning import Plan, plan
 from orchestrator.experiment import start
-from orchestrator.follow import Look, advance
-from orchestrator.history import load
-from orchestrator.jobs import Book, Task
-from orchestrator.planning import Plan, plan
 from orchestrator.store import Store, read_json
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,9 @@ TOY = Path(__file__).parent / "toy_cell.py"
 OPERATOR = """
 import sys
 from pathlib import Path
-from orchestrator.follow import advance
+from orchestrator.cluster.follow import advance
 from orchestrator.store import Store
-from orchestrator.history import load
+from orchestrator.cluster.history import load
 folder = Path(sys.argv[1])
 store = Store(folder.parents[1])
 advance(store, load(store, folder), print)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from orchestrator.failure import AttemptError
-from orchestrator.gang import run
-from orchestrator.launch import GangSet, free_port
+from orchestrator.gangs.gang import run
+from orchestrator.gangs.launch import GangSet, free_port
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from orchestrator.launch import free_port
+from orchestrator.gangs.launch import free_port
 from workloads.engines import native
 from workloads.engines.native import NativeEngine
 from workloads.engines.protocol import Prompt

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_gang import left_of, wait_until_gone
 
-from orchestrator.arm_overlay import freeze
-from orchestrator.planning import plan
+from orchestrator.config.planning import plan
+from orchestrator.config.schema import Arm, Overlaid
 from orchestrator.provenance import source_hash
-from orchestrator.schema import Arm, Overlaid
+from orchestrator.rules.arm_overlay import freeze
 from orchestrator.store import Store, read_json, write_json
 from orchestrator.trees import arm_source
 from workloads.spec import Step

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from orchestrator.compose import compose
+from orchestrator.config.compose import compose
 from workloads.faults._about import FEATURES
 from workloads.faults.bare_copy import VECTORS
 from workloads.kernels.moe import make_moe_kernel

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.gang import run
-from orchestrator.launch import GangSet, free_port
+from orchestrator.gangs.gang import run
+from orchestrator.gangs.launch import GangSet, free_port
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]
@@ -228,7 +228,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
 from test_gang import toy_set, toy_spec
-from orchestrator.gang import run
+from orchestrator.gangs.gang import run
 folder = Path({folder!r})
 def show(record):
     print(record.get("kind"), record.get("index"), flush=True)

@@ -14,8 +14,8 @@ import pytest
 from test_gang import left_of, toy_set, toy_spec
 
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.gang import run
-from orchestrator.signs import Limits
+from orchestrator.gangs.gang import run
+from orchestrator.gangs.signs import Limits
 from workloads import member as members
 from workloads import shared_memory, stacks
 from workloads.member import Events, Member, end_members

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from orchestrator.node_check import problems, summary
-from orchestrator.node_records import Expected, Node, read_events
+from orchestrator.nodes.node_check import problems, summary
+from orchestrator.nodes.node_records import Expected, Node, read_events
 from workloads.preflight import __main__ as preflight
 from workloads.preflight import network
 

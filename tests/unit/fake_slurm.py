@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator import slurm
+from orchestrator.cluster import slurm
 
 # The first lines are both shell and Python: a path with a space cannot stand behind `#!`.
 FAKE = """#!/bin/sh

@@ -8,11 +8,11 @@ import pytest
 from fake_slurm import Cluster
 
 from orchestrator.cell import references
+from orchestrator.cluster.follow import Look, advance
+from orchestrator.cluster.history import Experiment, load
+from orchestrator.config.planning import Plan, plan
 from orchestrator.experiment import start
 from orchestrator.failure import Failure
-from orchestrator.follow import Look, advance
-from orchestrator.history import Experiment, load
-from orchestrator.planning import Plan, plan
 from orchestrator.result import unjudged
 from orchestrator.store import Store, write_json
 

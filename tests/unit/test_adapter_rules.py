@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from orchestrator.compose import compose
-from orchestrator.rules import problems
-from orchestrator.schema import RULES  # noqa: F401  # registers the schema
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import RULES  # noqa: F401  # registers the schema
+from orchestrator.rules.cell_rules import problems
 
 
 @pytest.mark.parametrize(

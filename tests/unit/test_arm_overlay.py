@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from orchestrator import arm_overlay
 from orchestrator.cell import cell_id
-from orchestrator.compose import ConfigError
+from orchestrator.config.compose import ConfigError
+from orchestrator.config.planning import plan
+from orchestrator.config.schema import Arm, Overlaid, Root
 from orchestrator.engine_env import package_folder
 from orchestrator.failure import AttemptError
-from orchestrator.planning import plan
 from orchestrator.provenance import checkout
-from orchestrator.schema import Arm, Overlaid, Root
+from orchestrator.rules import arm_overlay
 from orchestrator.show_where import code_lines
 from orchestrator.store import Store
 from orchestrator.trees import arm_source, overlaid_package, source_tree

@@ -8,8 +8,8 @@ import pytest
 from judge_fixtures import World
 
 from orchestrator.cell import cell_id
-from orchestrator.compose import compose
-from orchestrator.freeze import cell_arms, freeze
+from orchestrator.config.compose import compose
+from orchestrator.config.freeze import cell_arms, freeze
 from orchestrator.judge.attempt import CRASH
 from orchestrator.report.rows import arm_summary, base_verdict, change
 from orchestrator.report.table import print_table

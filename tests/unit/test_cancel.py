@@ -11,9 +11,10 @@ from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 from slurm_runs import Run, apart_fixture, run_fixture, store_fixture  # noqa: F401
 from test_cli import orchestrate
 
-from orchestrator import cancelled, here
+from orchestrator import here
+from orchestrator.cluster import cancelled
+from orchestrator.cluster.jobs import CLAIM, Book, claim
 from orchestrator.failure import Failure
-from orchestrator.jobs import CLAIM, Book, claim
 from orchestrator.provenance import checkout
 from orchestrator.store import Store, read_json, write_json
 

@@ -18,12 +18,12 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from orchestrator.cell import canonical, cell_id, digest, references
-from orchestrator.compose import compose, conf_dir
+from orchestrator.cluster.sbatch import script, segment_nodes
+from orchestrator.config.compose import compose, conf_dir
+from orchestrator.config.freeze import freeze
+from orchestrator.config.planning import plan
 from orchestrator.engine_env import known
-from orchestrator.freeze import freeze
-from orchestrator.planning import plan
 from orchestrator.provenance import checkout, source_hash
-from orchestrator.sbatch import script, segment_nodes
 from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism, Step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -235,7 +235,9 @@ def test_a_base_commit_is_resolved_and_hashed(tmp_path: Path) -> None:
 
 
 def test_changed_input_files_make_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("orchestrator.planning.checkpoint_problems", lambda root: [])  # these are no weights
+    monkeypatch.setattr(
+        "orchestrator.config.planning.checkpoint_problems", lambda root: []
+    )  # these are no weights
     names = []
     for folder, answer in (("a", "#### 1"), ("same", "#### 1"), ("other", "#### 2")):
         (tmp_path / folder).mkdir()

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.checkpoint_rules import checkpoint_problems
-from orchestrator.schema import Root
+from orchestrator.config.schema import Root
+from orchestrator.rules.checkpoint_rules import checkpoint_problems
 from workloads.spec import Checkpoint
 
 ROOT = Path(__file__).parents[2]

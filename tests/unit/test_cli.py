@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.cli import VERBS, main
-from orchestrator.compose import group_options
+from orchestrator.config.compose import group_options
 from orchestrator.provenance import checkout
 
 Capture = pytest.CaptureFixture[str]

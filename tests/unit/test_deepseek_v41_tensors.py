@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from orchestrator.compose import compose
+from orchestrator.config.compose import compose
 from orchestrator.memory import memory_parts
 from workloads.loading.tensor_table import TensorSpec, bytes_by_component, counted, every_tensor
 from workloads.models.deepseek_v41 import plan

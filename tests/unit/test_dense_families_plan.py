@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
-from orchestrator.rules import problems
-from orchestrator.schema import Root
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Root
+from orchestrator.rules.cell_rules import problems
 from workloads.loading.tensor_table import TensorSpec, every_tensor, local_bytes
 from workloads.models.architectures import model_plan, tensor_table
 

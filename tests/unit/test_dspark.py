@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
-from orchestrator.rules import problems
-from orchestrator.schema import Root
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Root
+from orchestrator.rules.cell_rules import problems
 from workloads.engines.acceptance import accepted
 from workloads.loading.tensor_table import bytes_by_component, counted, every_tensor
 from workloads.models.deepseek_v4 import tensors as v4

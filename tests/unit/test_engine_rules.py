@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from fake_engine import pretend_installed
 
-from orchestrator import preflight
 from orchestrator.cell import cell_id, references
-from orchestrator.compose import ConfigError
+from orchestrator.config.compose import ConfigError
+from orchestrator.config.planning import plan
 from orchestrator.engine_env import environment_folder, environment_identity
 from orchestrator.failure import AttemptError
-from orchestrator.planning import plan
+from orchestrator.nodes import preflight
 from orchestrator.staging import interpreter
 from orchestrator.store import Store
 

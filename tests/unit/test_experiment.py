@@ -15,9 +15,9 @@ import pytest
 from orchestrator import experiment, here
 from orchestrator.cli import main
 from orchestrator.failure import Failure
+from orchestrator.gangs.signs import STANDING
 from orchestrator.provenance import checkout
 from orchestrator.result import unjudged
-from orchestrator.signs import STANDING
 from orchestrator.store import Store, read_json, write_json
 
 SWEEP = ["-m", "load_path=cold,direct", "cluster.memory_gb=2"]

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from orchestrator import faults as verb
-from orchestrator import faults_matrix as matrix
 from orchestrator.cli import main
-from orchestrator.compose import compose
-from orchestrator.faults import show_matrix
-from orchestrator.faults_matrix import CLEAN, MatrixCell, Place
+from orchestrator.config.compose import compose
+from orchestrator.config.planning import plan
+from orchestrator.config.schema import RULES  # noqa: F401  # registers the schema
 from orchestrator.judge.findings import ORDER
-from orchestrator.planning import plan
-from orchestrator.schema import RULES  # noqa: F401  # registers the schema
 from orchestrator.show import console
 from orchestrator.store import RESULT, Store, write_json
+from orchestrator.verbs import faults as verb
+from orchestrator.verbs import faults_matrix as matrix
+from orchestrator.verbs.faults import show_matrix
+from orchestrator.verbs.faults_matrix import CLEAN, MatrixCell, Place
 from workloads import faults
 from workloads.faults._about import CRASH, FEATURES, KINDS, features
 from workloads.models.architectures import ARCHITECTURES

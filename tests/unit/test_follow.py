@@ -6,9 +6,9 @@ import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 from slurm_runs import Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
 
-from orchestrator import follow, quarantine, slurm
-from orchestrator.history import load, renew
-from orchestrator.jobs import Book
+from orchestrator.cluster import follow, quarantine, slurm
+from orchestrator.cluster.history import load, renew
+from orchestrator.cluster.jobs import Book
 from orchestrator.store import Store
 
 

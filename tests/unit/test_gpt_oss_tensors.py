@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import memory, rules
-from orchestrator.compose import compose
-from orchestrator.schema import Root
+from orchestrator import memory
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Root
+from orchestrator.rules import cell_rules as rules
 from workloads.loading.tensor_table import TensorSpec, bytes_by_component, counted, every_tensor
 from workloads.models.gpt_oss import plan
 from workloads.models.gpt_oss.config import CHECKPOINT_LAYOUTS, GptOssConfig

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from orchestrator.failure import AttemptError
-from orchestrator.hangs import SHOWN_FRAMES, SHOWN_WIDTH, frames, hang, place
-from orchestrator.signs import Position, Stall
+from orchestrator.gangs.hangs import SHOWN_FRAMES, SHOWN_WIDTH, frames, hang, place
+from orchestrator.gangs.signs import Position, Stall
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 from workloads.stacks import stacks_file
 

@@ -23,11 +23,11 @@ MODULES = [
     "cli",
     "driver",
     "experiment",
-    "freeze",
-    "gang",
-    "status",
+    "config.freeze",
+    "gangs.gang",
+    "verbs.status",
     "store",
-    "submit",
+    "cluster.submit",
     "judge.policy",
 ]
 
@@ -57,7 +57,7 @@ def test_planning_imports_none_of_them(arguments: list[str], tmp_path: object) -
 def test_planning_imports_nothing_heavy() -> None:
     """numpy, scipy, jinja2 and submitit are imported where they are used: a plan of one second has no time."""
     done = run(
-        "from orchestrator.planning import plan; plan(['cluster.memory_gb=2']);"
+        "from orchestrator.config.planning import plan; plan(['cluster.memory_gb=2']);"
         "print({'numpy', 'scipy', 'jinja2', 'submitit'} & set(sys.modules))"
     )
     assert done.stdout.strip() == "set()", done.stdout + done.stderr

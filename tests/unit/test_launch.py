@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import launch
 from orchestrator.failure import AttemptError
-from orchestrator.launch import Allocation, GangSet, environment, free_port, launch_command, master_address
+from orchestrator.gangs import launch
+from orchestrator.gangs.launch import (
+    Allocation,
+    GangSet,
+    environment,
+    free_port,
+    launch_command,
+    master_address,
+)
 from workloads.spec import Backend, GangSpec, Model, Parallelism
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from orchestrator.cell import saved_state
-from orchestrator.compose import compose
+from orchestrator.config.compose import compose
+from orchestrator.config.planning import plan
 from orchestrator.judge.attempt import timeline
 from orchestrator.judge.lifecycle import violations
-from orchestrator.planning import plan
-from orchestrator.rules import problems
+from orchestrator.rules.cell_rules import problems
 from orchestrator.staging import ArmGangs, Staged, arm_gangs
 from orchestrator.starts import engine_starts
 from orchestrator.store import Store

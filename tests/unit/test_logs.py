@@ -15,7 +15,7 @@ from slurm_runs import Run, apart_fixture, run_fixture, store_fixture  # noqa: F
 from test_cli import orchestrate
 
 from orchestrator.cell import references
-from orchestrator.jobs import Book
+from orchestrator.cluster.jobs import Book
 from orchestrator.provenance import checkout
 from orchestrator.store import write_json
 
@@ -65,7 +65,7 @@ def logs(run: Run, *words: str) -> int:
 def test_what_is_asked_for_is_shown(
     words: Sequence[str], lines: Sequence[str], written: Run, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("orchestrator.logs._refuse_absent", lambda *_: None)  # the toy has one arm
+    monkeypatch.setattr("orchestrator.verbs.logs._refuse_absent", lambda *_: None)  # the toy has one arm
     assert logs(written, written.names[0][:8], *words) == 0
     said = capsys.readouterr()
     assert said.out.splitlines() == lines

@@ -3,8 +3,8 @@
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
-from orchestrator.schema import Root
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Root
 from workloads.models.kimi_k3 import plan
 
 K3 = ["+exp=kimi_k3_refit", "model=kimi_k3", "cluster=gb200", "load_path=layerwise"]

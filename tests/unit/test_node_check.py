@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from orchestrator.compose import ConfigError
-from orchestrator.node_check import problems, summary
-from orchestrator.node_records import Expected, Problem, read_events
-from orchestrator.planning import plan
+from orchestrator.config.compose import ConfigError
+from orchestrator.config.planning import plan
+from orchestrator.nodes.node_check import problems, summary
+from orchestrator.nodes.node_records import Expected, Problem, read_events
 
 NAMES = ["g0", "g1", "g2", "g3"]
 NO_BOUNDS: dict[str, Any] = {}

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from orchestrator import node_step
 from orchestrator.cell import Cell
+from orchestrator.config.planning import plan
 from orchestrator.failure import AttemptError
-from orchestrator.launch import Allocation, GangSet, launch_command
-from orchestrator.planning import plan
+from orchestrator.gangs.launch import Allocation, GangSet, launch_command
+from orchestrator.nodes import node_step
 from orchestrator.store import Store, read_json, write_json
 
 TWO = Allocation("7", ["n1", "n2"])

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import RULES, Root  # noqa: F401  # registers the schema
 from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.records import Audit
 from orchestrator.judge.replicas import outvoted, replica_groups
 from orchestrator.judge.stages import Holdings
-from orchestrator.rules import problems
-from orchestrator.schema import RULES, Root  # noqa: F401  # registers the schema
+from orchestrator.rules.cell_rules import problems
 from workloads.loading.tensor_table import every_tensor
 from workloads.models.architectures import ARCHITECTURES, tensor_table
 from workloads.models.stages import DIVIDED, staged

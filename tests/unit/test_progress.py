@@ -7,8 +7,8 @@ from rich.console import Console
 
 from collectors.records import RecordWriter
 from orchestrator.driver import Recorder
+from orchestrator.gangs.signs import STANDING
 from orchestrator.progress import Board, Display, display
-from orchestrator.signs import STANDING
 from orchestrator.store import read_json
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 

@@ -5,9 +5,9 @@ from math import prod
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
-from orchestrator.rules import problems
-from orchestrator.schema import Root
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import Root
+from orchestrator.rules.cell_rules import problems
 from workloads.loading.tensor_table import TensorSpec, counted, every_tensor
 from workloads.models.qwen3.config import Qwen3Config
 from workloads.models.qwen3.tensors import sections

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator import launch, preflight
-from orchestrator.compose import compose
-from orchestrator.launch import Allocation, GangSet, RayCluster, environment, launch_command, ray_cluster
-from orchestrator.planning import plan
-from orchestrator.rules import problems
-from orchestrator.schema import RULES  # noqa: F401  # registers the schema
+from orchestrator.config.compose import compose
+from orchestrator.config.planning import plan
+from orchestrator.config.schema import RULES  # noqa: F401  # registers the schema
+from orchestrator.gangs import launch
+from orchestrator.gangs.launch import (
+    Allocation,
+    GangSet,
+    RayCluster,
+    environment,
+    launch_command,
+    ray_cluster,
+)
+from orchestrator.nodes import preflight
+from orchestrator.rules.cell_rules import problems
 from orchestrator.show import show_plan
 from orchestrator.store import Store
 from workloads.spec import Backend, GangSpec, Model, Parallelism

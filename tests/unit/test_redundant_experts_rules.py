@@ -5,9 +5,9 @@ import re
 import pytest
 
 from orchestrator import memory
-from orchestrator.compose import compose
-from orchestrator.rules import problems
-from orchestrator.schema import RULES, Root  # noqa: F401  # registers the schema
+from orchestrator.config.compose import compose
+from orchestrator.config.schema import RULES, Root  # noqa: F401  # registers the schema
+from orchestrator.rules.cell_rules import problems
 
 
 def root(*words: str) -> Root:

@@ -11,8 +11,8 @@ import pytest
 from judge_fixtures import World
 
 from collectors.records import RecordWriter, rank_file
+from orchestrator.config.planning import plan
 from orchestrator.judge.policy import combine
-from orchestrator.planning import plan
 from orchestrator.report.html import html
 from orchestrator.report.markdown import markdown
 from orchestrator.report.reproduction import reproduction

@@ -9,10 +9,10 @@ from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 from slurm_runs import Run, apart_fixture, run_fixture, store_fixture  # noqa: F401
 from test_cli import orchestrate
 
-from orchestrator import resume
-from orchestrator.jobs import claim
-from orchestrator.planning import Plan
+from orchestrator.cluster.jobs import claim
+from orchestrator.config.planning import Plan
 from orchestrator.store import read_json, write_json
+from orchestrator.verbs import resume
 
 Capture = pytest.CaptureFixture[str]
 

@@ -8,8 +8,8 @@ import pytest
 from slurm_runs import Run, apart_fixture, store_fixture  # noqa: F401
 from test_cli import orchestrate
 
-from orchestrator.jobs import JOB
-from orchestrator.planning import Plan
+from orchestrator.cluster.jobs import JOB
+from orchestrator.config.planning import Plan
 from orchestrator.store import Store, read_json, write_json
 
 Capture = pytest.CaptureFixture[str]

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from fake_engine import pretend_installed
 
-from orchestrator.compose import Composer, ConfigError, compose, group_options
+from orchestrator.config.compose import Composer, ConfigError, compose, group_options
+from orchestrator.config.planning import plan
 from orchestrator.engine_env import known
-from orchestrator.planning import plan
-from orchestrator.rules import problems
+from orchestrator.rules.cell_rules import problems
 
 GB200 = ["cluster=gb200", "model=kimi_k3", "parallelism=tp4_dp4_ep16"]
 DIGEST = "sha256:" + 64 * "a"

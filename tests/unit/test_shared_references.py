@@ -4,10 +4,10 @@ import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 from slurm_runs import Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
 
+from orchestrator.cluster.upstream import check
+from orchestrator.config.planning import Plan
 from orchestrator.failure import AttemptError
-from orchestrator.planning import Plan
 from orchestrator.store import Store, read_json, write_json
-from orchestrator.upstream import check
 
 
 def test_a_shared_reference_is_waited_for(cluster: Cluster, pair: Run) -> None:

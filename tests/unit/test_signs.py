@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.signs import ABSENCE_S, LIFELESS_S, Attention, Limits, Signs
+from orchestrator.gangs.signs import ABSENCE_S, LIFELESS_S, Attention, Limits, Signs
 from workloads.heartbeat import beat_file, read
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 

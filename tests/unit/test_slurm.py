@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 
-from orchestrator import slurm
-from orchestrator.planning import plan
+from orchestrator.cluster import slurm
+from orchestrator.config.planning import plan
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from fake_engine import pretend_installed
 
 from collectors.records import RecordWriter, rank_file
 from orchestrator.cell import references, second_run, served
+from orchestrator.config.planning import plan
 from orchestrator.judge.attempt import open_attempt
-from orchestrator.planning import plan
 from orchestrator.publish import publish
 from orchestrator.staging import ArmGangs, Staged, arm_gangs, second_gang
 from orchestrator.starts import cheapest_order, engine_starts

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from orchestrator.planning import plan
+from orchestrator.config.planning import plan
 from orchestrator.provenance import checkout
 from orchestrator.store import Store, StoreError, read_json, write_json
 

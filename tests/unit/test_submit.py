@@ -9,9 +9,9 @@ import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
 from slurm_runs import BATCH, Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
 
-from orchestrator.jobs import Book, claim
-from orchestrator.planning import Plan, plan
-from orchestrator.sbatch import script
+from orchestrator.cluster.jobs import Book, claim
+from orchestrator.cluster.sbatch import script
+from orchestrator.config.planning import Plan, plan
 from orchestrator.store import Store, StoreError, read_json
 
 

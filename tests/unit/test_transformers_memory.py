@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator import transformers_memory as memory
+from orchestrator.config.schema import Root
 from orchestrator.memory import Part
-from orchestrator.schema import Root
 from workloads.spec import Checkpoint
 
 HIDDEN, INNER, LAYERS, HEADS, SHARED, VOCABULARY = 256, 512, 2, 4, 2, 512

@@ -1,1 +1,1 @@
-"""What one node is, sees and reaches, gathered before anything is started on it; `orchestrator.node_check` judges."""
+"""What one node is, sees and reaches, gathered before anything is started on it; `orchestrator.nodes` judge."""

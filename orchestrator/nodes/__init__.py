@@ -1,0 +1,1 @@
+"""The check of an allocation's nodes before anything runs on them."""

@@ -1,0 +1,1 @@
+"""What must hold of a config before anything is submitted; each broken rule is a sentence."""

@@ -1,0 +1,141 @@
+"""Rules of where a cell runs and of the code that it runs."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+from orchestrator.cluster import slurm
+from orchestrator.config import text
+from orchestrator.config.freeze import arm_environment, cell_arms
+from orchestrator.config.schema import Bound, Cluster, Preflight, Root
+from orchestrator.provenance import tree as source_tree
+from orchestrator.rules import arm_overlay
+from workloads.source import SOURCES
+
+Problems = Iterator[str]
+
+
+def one_of(key: str, value: str, options: list[str]) -> Problems:
+    if value not in options:
+        yield f"{key} is {value!r}; it must be one of: {', '.join(options)}."
+
+
+def _cluster(root: Root) -> Problems:
+    c, b, p = root.cluster, root.backend, root.parallelism
+    yield from one_of("cluster.kind", c.kind, ["local", "slurm", "ray"])
+    if b.device == "cuda" and c.device != "cuda":
+        yield (
+            f"backend.device is cuda, but cluster.device is {c.device}: choose a cluster with GPUs, or "
+            "backend=native."
+        )
+    elif b.device == "cuda" and b.arch != c.arch:
+        yield f"backend.arch is {b.arch}, but cluster.arch is {c.arch}; kernels are built for one of them."
+    for key, wanted, there in (
+        ("gpus_per_node", p.gpus_per_node, c.gpus_per_node),
+        ("nodes", p.nodes, c.max_nodes),
+    ):
+        if there is not None and wanted > there:
+            yield f"parallelism.{key} is {wanted}, but the cluster has {there}."
+    for key, count in (("array_limit", c.array_limit), ("max_jobs", c.max_jobs)):
+        if count is not None and count < 1:
+            yield f"cluster.{key} is {count}; it must be at least 1, or null."
+    if c.segment and c.kind == "slurm" and p.ep > p.gpus_per_node and p.ep % p.gpus_per_node:
+        yield (
+            f"cluster.segment is on, but an EP group of {p.ep} does not fill whole nodes of {p.gpus_per_node} GPUs: "
+            "choose an ep that is a multiple of gpus_per_node."
+        )
+
+
+def _ray(root: Root) -> Problems:
+    c, r = root.cluster, root.cluster.ray
+    if r.start and c.kind != "slurm":
+        yield f"cluster.ray.start is on, but cluster.kind is {c.kind}: Ray is started inside of Slurm jobs only."
+    if problem := text.ray_address_problem("cluster.ray.address", r.address):
+        yield problem
+    if r.wait_s <= 0:
+        yield f"cluster.ray.wait_s is {r.wait_s:g}; it must be more than 0 seconds."
+    if c.image is not None and (c.kind == "ray" or r.start):
+        yield "cluster.image is set, but Ray's actors run in the environment of its nodes: set cluster.image=null."
+    executor = root.backend.options.get("distributed_executor_backend")
+    if executor == "ray" and c.kind != "ray" and not r.start:
+        yield (
+            "backend.options.distributed_executor_backend is ray, but there is no Ray cluster to share: choose "
+            "cluster=ray or cluster=slurm_ray."
+        )
+
+
+def _cluster_text(root: Root) -> Problems:
+    c = root.cluster
+    checks: list[tuple[str, Callable[[str, object], str | None]]] = [
+        ("time", text.time_problem),
+        ("partition_limit", text.time_problem),
+        ("nodelist", text.node_list_problem),
+        ("exclude", text.node_list_problem),
+        ("image", text.image_problem),
+        ("image_digest", text.digest_problem),
+        *((key, text.word_problem) for key in ("partition", "account", "qos", "constraint")),
+    ]
+    found = [check(f"cluster.{key}", getattr(c, key)) for key, check in checks]
+    found += [text.environment_problem("cluster.env", name, value) for name, value in c.env.items()]
+    found += [text.setup_problem("cluster.setup", line) for line in c.setup]
+    yield from (problem for problem in found if problem is not None)
+    if c.kind == "slurm" and c.time is None:
+        yield 'cluster.time is not set; a Slurm job needs a limit: set cluster.time="HH:MM:SS".'
+    if c.kind == "slurm" and c.time is not None and not any(found):
+        asked, limit = text.seconds(c.time), _partition_limit(c)
+        if limit is not None and asked > limit:
+            yield (
+                f"cluster.time is {c.time} ({asked} s), but partition {c.partition or 'default'} allows {limit} s: "
+                "shorten it or choose another partition."
+            )
+
+
+def _bounds(root: Root) -> Problems:
+    for name, usual in vars(Preflight()).items():
+        if not isinstance(usual, Bound):
+            continue
+        key, bound = f"cluster.preflight.{name}", getattr(root.cluster.preflight, name)
+        if bound.unit != usual.unit:
+            yield f"{key}.unit is {bound.unit!r}, but it is measured in {usual.unit}: give its bounds in that."
+        if None not in (bound.low, bound.high) and bound.low > bound.high:
+            yield f"{key}.low is {bound.low:g}, above {key}.high={bound.high:g}: nothing lies between them."
+        if (
+            (bound.low, bound.high) != (None, None)
+            and name != "max_sm_clock"
+            and not root.cluster.preflight.network
+        ):
+            yield f"{key} has a bound, but cluster.preflight.network is false, so that it is not measured: drop one."
+
+
+def _partition_limit(cluster: Cluster) -> int | None:
+    if cluster.partition_limit is not None:
+        return text.seconds(cluster.partition_limit)
+    return slurm.partition_limit(cluster.partition)
+
+
+def _code(root: Root) -> Problems:
+    for name, arm in cell_arms(root).items():
+        key = f"code.{name}"
+        problem = text.word_problem(f"{key}.commit", arm.commit)
+        if problem:
+            yield problem
+        tree = source_tree(arm.path)
+        if not all((tree / folder).is_dir() for folder in SOURCES):
+            yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
+            continue
+        known = _faults(tree, root.backend.engine)
+        for fault in arm.faults:
+            if fault not in known:
+                yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
+        yield from arm_overlay.problems(root, name, arm, arm_environment(root, arm))
+
+
+@cache
+def _faults(tree: Path, engine: str) -> list[str]:
+    """Each engine has its own: in the native one they replace steps of a load, in vLLM they do harm after it."""
+    folder = "workloads/engines/vllm/faults" if engine == "vllm" else "workloads/faults"
+    modules = (tree / folder).glob("[!_]*.py")
+    return sorted(module.stem for module in modules)
+
+
+RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _ray, _cluster_text, _bounds, _code)

@@ -1,0 +1,1 @@
+"""Verbs of the command line about runs and faults that are there."""
