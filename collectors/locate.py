@@ -23,7 +23,7 @@ from collectors.fingerprint import why_unreadable
 from collectors.grid import Box, Grid, boxes, matrix, span
 from collectors.names import likeness
 from collectors.row_index import Hashes, RowIndex, can_be_read, hash_rows, joined, runs
-from collectors.vectors import VectorSearch
+from collectors.vectors import Match, RowRun, VectorSearch, find_along_rows
 from workloads.loading.weights import Part, Region, narrow
 
 _MOST_COPIES = 16  # places of one row that are all reported
@@ -266,20 +266,40 @@ class _Search:
         wanted.covered[slab : slab + slabs, row : row + rows, columns] = True
 
     def _columns(self, wanted: _Wanted) -> int:
-        """Into how many units the columns of `covered` are put together."""
+        """Into how many units the columns of `covered` are put together; values of a vector are not."""
         columns = wanted.grid.columns
+        if wanted.grid.is_vector:
+            return columns
         return self._tp if columns % self._tp == 0 else 1
 
     def _vectors(self) -> None:
         wanted = [one for one in self._wanted.values() if one.grid.is_vector]
-        search = VectorSearch(
-            [(i, *self._live[i]) for i, g in enumerate(self._grids) if g.is_vector], self._tp
-        )
-        beside = self._merged()
+        live = [(i, *self._live[i]) for i, g in enumerate(self._grids) if g.is_vector]
         values = {one.name: self._reader.get(one.name) for one in wanted}
-        for name, start, length, i, offset in search.find(values, beside):
+        self._take(VectorSearch(live, self._tp).find(values, self._merged()))
+        lost = {one.name: values[one.name] for one in wanted if one.covered is None}
+        self._take(find_along_rows(lost, live, self._row_runs()))
+
+    def _take(self, found: Iterable[Match]) -> None:
+        for name, start, length, i, offset in found:
             one = self._wanted[name]
             self._add(i, (0, 1, 0, 1, offset, length), one, (0, 1, 0, 1, start, length), False)
+
+    def _row_runs(self) -> list[RowRun]:
+        heights = {path: tensor.shape[0] for path, tensor in self._live if tensor.ndim}
+        return [
+            RowRun(
+                one.source,
+                self._wanted[one.source].grid.shape[0],
+                one.region[0][0],
+                one.region[0][1],
+                one.tensor,
+                heights[one.tensor],
+                one.target[0][0],
+            )
+            for one in self._pieces
+            if one.region and one.target and not one.transposed and one.region[0][1] == one.target[0][1]
+        ]
 
     def _merged(self) -> dict[tuple[str, str], tuple[int, int]]:
         """(module of the checkpoint, live module) -> (first row there, first row here) of the matrices found."""

@@ -4,6 +4,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ _LONGEST = 4 << 20  # bytes of a live vector that is searched for others within 
 _MOST_PLACES = 64  # of one vector within another
 
 Match = tuple[str, int, int, int, int]  # name, start in it, length, number of the live tensor, start there
+Live = Sequence[tuple[int, str, Tensor]]  # number, path, tensor
 Beside = Mapping[tuple[str, str], tuple[int, int]]
 
 
@@ -35,7 +37,7 @@ class _Piece:
 
 
 class VectorSearch:
-    def __init__(self, live: Sequence[tuple[int, str, Tensor]], tp: int) -> None:
+    def __init__(self, live: Live, tp: int) -> None:
         self._live: defaultdict[torch.dtype, list[_Vector]] = defaultdict(list)
         self._whole: defaultdict[tuple[torch.dtype, bytes], list[_Vector]] = defaultdict(list)
         for number, path, tensor in live:
@@ -81,11 +83,50 @@ class VectorSearch:
     def _rank(
         self, piece: _Piece, vector: _Vector, offset: int, beside: Beside, size: int
     ) -> tuple[object, ...]:
-        there = beside.get((piece.name.rpartition(".")[0], vector.path.rpartition(".")[0]))
+        there = beside.get((_module(piece.name), _module(vector.path)))
         expected = there is not None and there[1] - there[0] == offset // size - piece.start
         end = offset + len(piece.data)
         free = all(end <= start or stop <= offset for start, stop in self._claimed[vector.number])
         return expected, likeness(piece.name, vector.path), free, -offset
+
+
+class RowRun(NamedTuple):
+    """Rows of a checkpoint's matrix that were found in a live one, and the heights of both."""
+
+    source: str
+    height: int
+    start: int
+    length: int
+    tensor: str
+    live_height: int
+    there: int
+
+
+def find_along_rows(values: Mapping[str, Tensor], live: Live, runs: Sequence[RowRun]) -> Iterator[Match]:
+    """Vectors that are cut as the rows of a matrix of their module: a bias of several sections, each of which is split
+    over ranks by itself. values: checkpoint name -> vector."""
+    by_module: defaultdict[str, list[RowRun]] = defaultdict(list)
+    for run in runs:
+        by_module[_module(run.source)].append(run)
+    beside: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for number, path, tensor in live:
+        beside[_module(path)].append((number, tensor.reshape(-1)))
+    for name, vector in values.items():
+        for run in by_module[_module(name)]:
+            piece = vector.reshape(-1)[run.start : run.start + run.length]
+            for number, tensor in beside[_module(run.tensor)]:
+                there = tensor[run.there : run.there + run.length]
+                fits = (vector.numel(), len(tensor)) == (run.height, run.live_height)
+                if fits and _same(piece, there):
+                    yield name, run.start, run.length, number, run.there
+
+
+def _module(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _same(piece: Tensor, live: Tensor) -> bool:
+    return can_be_read(piece.dtype, live.dtype) and _octets(piece, live.dtype) == _octets(live, live.dtype)
 
 
 def _cut(name: str, tensor: Tensor, dtype: torch.dtype, pieces: int) -> Iterator[_Piece]:

@@ -58,9 +58,24 @@ def run(gang_set: GangSet, allocation: Allocation | None, limits: Limits | float
         )
     try:
         watch.follow(process)
-    finally:
+    except BaseException:
         watch.stop(process)
+        raise
+    order = _stop(watch, process)
     watch.judge(process.returncode)
+    if order is not None:
+        raise order
+
+
+def _stop(watch: "_Watch", process: subprocess.Popen[bytes]) -> AttemptError | None:
+    """The order to end that came meanwhile, such as Slurm's after it has lost a node: why the gangs had ended before it
+    is what a reader must know."""
+    try:
+        watch.stop(process)
+    except AttemptError as order:
+        watch.stop(process)
+        return order
+    return None
 
 
 class _Watch:
@@ -113,7 +128,7 @@ class _Watch:
         assert process.stdin is not None
         seconds = STOP_S
         with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
-            if self.stall is not None:
+            if self.stall is not None and not process.stdin.closed:
                 suspects = map(str, (*self.stall.lifeless, *self.stall.behind))
                 process.stdin.write(" ".join([STACKS.decode(), *suspects]).encode() + b"\n")
                 seconds += DUMP_S

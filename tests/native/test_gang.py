@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.gangs.gang import run
+from orchestrator.gangs.gang import _Watch, run
 from orchestrator.gangs.launch import GangSet, free_port
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
@@ -99,6 +99,26 @@ def test_two_gangs_of_one_set_run_in_order_and_record_their_steps(tmp_path: Path
     ]
     assert records[3]["stats"]["nbytes"] == 8
     assert (records[3]["do"], records[3]["name"]) == ("update", "new")
+    assert not left_of(tmp_path)
+
+
+@pytest.mark.parametrize(("via", "kind"), [("sum", "stopped"), ("raise:1", "rank_failed")])
+def test_an_order_to_end_while_gangs_end_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, via: str, kind: str
+) -> None:
+    """As Slurm gives it after it has lost a node: the driver's signal handler raises in the middle of the stop."""
+    stop, orders = _Watch.stop, []
+
+    def interrupted(watch: _Watch, process: subprocess.Popen[bytes]) -> None:
+        if not orders:
+            orders.append(AttemptError("stopped", "The driver was told to stop by SIGTERM."))
+            raise orders[0]
+        stop(watch, process)
+
+    monkeypatch.setattr(_Watch, "stop", interrupted)
+    with pytest.raises(AttemptError) as caught:
+        run(toy_set(tmp_path, toy_spec(tmp_path, via, 2)), None, 60, lambda _: None)
+    assert (caught.value.failure.type, len(orders)) == (kind, 1)
     assert not left_of(tmp_path)
 
 
@@ -228,7 +248,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
 from test_gang import toy_set, toy_spec
-from orchestrator.gangs.gang import run
+from orchestrator.gangs.gang import _Watch, run
 folder = Path({folder!r})
 def show(record):
     print(record.get("kind"), record.get("index"), flush=True)

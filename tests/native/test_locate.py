@@ -352,6 +352,25 @@ def test_equal_biases_lie_where_their_weights_do() -> None:
     }
 
 
+@pytest.mark.parametrize("live_dtype", [F32, BF16])
+def test_a_bias_of_sections_is_cut_as_the_rows_of_its_weight(live_dtype: torch.dtype) -> None:
+    """A convolution over x, B and C side by side, each split over ranks by itself."""
+    sizes, tp = (64, 16, 16), 2
+    checkpoint = {"conv1d.weight": random(96, 1, 4), "conv1d.bias": random(96)}
+
+    def share(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        return torch.cat([section.chunk(tp)[rank] for section in tensor.split(sizes)]).to(live_dtype)
+
+    ranks = [{f"target:{name}": share(t, rank) for name, t in checkpoint.items()} for rank in range(tp)]
+    locations = check_all(checkpoint, ranks)
+    regions = sorted(one.region for one in of(locations[1], "conv1d.bias"))
+    assert regions == [((32, 32),), ((72, 8),), ((88, 8),)]
+    assert locations[0].reasons["conv1d.bias"].startswith("50 % of it was found")
+    ranks[1]["target:conv1d.bias"][40:] += 1  # of the last section
+    lost = covered(checkpoint, [found(checkpoint, live, tp) for live in ranks])["conv1d.bias"]
+    assert lost.logical_not().nonzero().flatten().tolist() == list(range(88, 96))
+
+
 def test_strided_live_tensors() -> None:
     w, v = random(32, 64), random(64, 32, seed=3)
     check_all(
