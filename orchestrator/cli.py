@@ -1,6 +1,7 @@
 """The command line: a verb, then Hydra overrides. Errors of the user are sentences and exit code 2."""
 
 import logging
+import os
 import sys
 import textwrap
 from argparse import ArgumentParser, Namespace
@@ -17,7 +18,7 @@ from orchestrator.show import console, show_plan
 from orchestrator.store import Store, StoreError
 from orchestrator.verbs.arguments import UsageError, one_name, store_and_names
 
-USAGE, INTERNAL, INTERRUPTED = 2, 3, 130
+USAGE, INTERNAL, INTERRUPTED, CUT_OFF = 2, 3, 130, 141
 HELP_WIDTH = 100
 # Answered by Hydra itself, without planning anything.
 HYDRA_FLAGS = {"--cfg", "-c", "--info", "-i", "--hydra-help", "--shell-completion", "-sc", "--version"}
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(argv: list[str]) -> int:
     """The exit code: 0 all PASS, 1 any FAIL, 2 invalid, 3 any ERROR, 4 otherwise undecided."""
     try:
-        return _dispatch(argv)
+        code = _dispatch(argv)
+        sys.stdout.flush()
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -71,9 +73,13 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted. Finished cells are kept; the same command goes on from here.", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # of `| head`; what is left to write goes nowhere, else Python fails again at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CUT_OFF
     except Exception:
         logging.getLogger(__name__).exception("This is a defect of the orchestrator, not of your config.")
         return INTERNAL  # Python's own 1 would say FAIL
+    return code
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -31,11 +31,17 @@ SLEEP = {1: "level 1: weights stay on the host", 2: "level 2: weights are discar
 SHORT = 12  # digits of an id in tables
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would exit with 1, which says FAIL; the command line knows better."""
+        raise BrokenPipeError
+
+
 def console() -> Console:
     """Colours and box drawing on a terminal, plain text in files and pipes."""
     terminal = Console()
     width = min(WIDTH, terminal.width) if terminal.is_terminal else WIDTH
-    return Console(width=width, highlight=False, soft_wrap=False)
+    return _Console(width=width, highlight=False, soft_wrap=False)
 
 
 def show_plan(out: Console, plan: Plan, store: Store) -> None:

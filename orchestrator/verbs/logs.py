@@ -1,7 +1,6 @@
 """The verb `logs`: what the driver and the ranks of a cell's latest attempt wrote, also while they write. Reads files
 only, so it works on any machine that sees the store."""
 
-import os
 import re
 import sys
 import time
@@ -53,8 +52,6 @@ def main(arguments: Sequence[str]) -> int:
         _show(logs, options.follow, sys.stdout)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # of `| head`; else Python would fail again when it flushes at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

@@ -130,5 +130,16 @@ def test_a_plan_leaves_no_traces(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "load_path=cold", "cluster.memory_gb=2"]])
+def test_a_reader_that_goes_away_is_no_defect(arguments: list[str]) -> None:
+    """As `| head` does; 141 is what a shell says of programs that end by SIGPIPE."""
+    command = [sys.executable, "-m", "orchestrator", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=checkout()) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert (process.stderr.read(), process.wait(60)) == (b"", 141)
+
+
 def test_the_module_entry_is_three_lines() -> None:
     assert len((checkout() / "orchestrator" / "__main__.py").read_text().splitlines()) == 3
