@@ -73,7 +73,9 @@ def _run(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("Interrupted. Finished cells are kept; the same command goes on from here.", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # of `| head`; what is left to write goes nowhere, else Python fails again at its end
+    except (
+        BrokenPipeError
+    ):  # of `| head`; what is left to write goes nowhere, else Python fails again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CUT_OFF
     except Exception:

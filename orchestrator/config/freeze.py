@@ -1,6 +1,7 @@
 """Freezes a validated config into a cell: everything that a job will read of it, and nothing else."""
 
 import functools
+import hashlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from orchestrator import provenance
 from orchestrator.cell import Cell, digest
 from orchestrator.config.schema import Arm, LoadPath, Root
 from orchestrator.engine_env import environment_identity
-from orchestrator.rules import arm_overlay
 from orchestrator.trees import arm_source
 from workloads.models.architectures import ARCHITECTURES
 from workloads.spec import Model
@@ -76,7 +76,7 @@ def arm_environment(root: Root, arm: Arm) -> str | None:
 def _freeze_arm(arm: Arm, environment: str | None) -> dict[str, Any]:
     tree = provenance.tree(arm.path)
     commit = None if arm.commit is None else provenance.resolve_commit(tree, arm.commit)
-    overlay = arm_overlay.freeze(arm)
+    overlay = freeze_overlay(arm)
     return {
         "path": str(tree),
         "commit": commit,
@@ -85,6 +85,16 @@ def _freeze_arm(arm: Arm, environment: str | None) -> dict[str, Any]:
         "faults": list(arm.faults),
         "environment": None if environment is None else environment_identity(environment),
     }
+
+
+def freeze_overlay(arm: Arm) -> list[dict[str, Any]]:
+    """{"at", "file", "sha256" of its content, "replaces"} of each, by place."""
+    frozen = []
+    for one in sorted(arm.overlay, key=lambda one: one.at):
+        file = Path(one.file).expanduser().resolve()
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        frozen.append({"at": one.at, "file": str(file), "sha256": sha256, "replaces": one.replaces})
+    return frozen
 
 
 def _without_skipped(root: Root) -> tuple[dict[str, Any], dict[str, Any]]:

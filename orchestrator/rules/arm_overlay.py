@@ -80,13 +80,3 @@ def _gate(key: str, one: Overlaid, base: bytes | None, where: str) -> Problems:
 
 def _short(digest: Any) -> str:
     return "null" if digest is None else str(digest)[:12]
-
-
-def freeze(arm: Arm) -> list[dict[str, Any]]:
-    """{"at", "file", "sha256" of its content, "replaces"} of each, by place."""
-    frozen = []
-    for one in sorted(arm.overlay, key=lambda one: one.at):
-        file = Path(one.file).expanduser().resolve()
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
-        frozen.append({"at": one.at, "file": str(file), "sha256": sha256, "replaces": one.replaces})
-    return frozen

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from test_gang import left_of, wait_until_gone
 
+from orchestrator.config.freeze import freeze_overlay
 from orchestrator.config.planning import plan
 from orchestrator.config.schema import Arm, Overlaid
 from orchestrator.provenance import source_hash
-from orchestrator.rules.arm_overlay import freeze
 from orchestrator.store import Store, read_json, write_json
 from orchestrator.trees import arm_source
 from workloads.spec import Step
@@ -270,7 +270,7 @@ def test_commit_of_an_arm_is_unpacked_and_run_with_a_file_over_it(
     commit = git("rev-parse", "HEAD")
     over = tmp_path / "rank.py"
     over.write_text((other_tree / "workloads" / "rank.py").read_text() + "print('laid over')\n")
-    laid = freeze(Arm(overlay=[Overlaid("workloads/rank.py", str(over))]))
+    laid = freeze_overlay(Arm(overlay=[Overlaid("workloads/rank.py", str(over))]))
     source = arm_source(other_tree, commit, laid)
     assert source != source_hash(other_tree, commit)
     cell["code"]["candidate"] |= {"commit": commit, "source": source, "overlay": laid}

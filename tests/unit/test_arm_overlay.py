@@ -11,6 +11,7 @@ import pytest
 
 from orchestrator.cell import cell_id
 from orchestrator.config.compose import ConfigError
+from orchestrator.config.freeze import freeze_overlay
 from orchestrator.config.planning import plan
 from orchestrator.config.schema import Arm, Overlaid, Root
 from orchestrator.engine_env import package_folder
@@ -47,7 +48,7 @@ def patched(tmp_path: Path) -> Path:
 
 
 def frozen(tree: Path, *overlay: Overlaid) -> dict[str, Any]:
-    laid = arm_overlay.freeze(Arm(path=str(tree), overlay=list(overlay)))
+    laid = freeze_overlay(Arm(path=str(tree), overlay=list(overlay)))
     return {"path": str(tree), "commit": None, "source": arm_source(tree, None, laid), "overlay": laid}
 
 
