@@ -109,32 +109,33 @@ def engine_version(python: str, engine: str) -> tuple[str, str] | None:
 
     Raises EngineEnvironmentError when the interpreter cannot be run.
     """
-    asked = [python, "-c", _ASK_VERSION, *DISTRIBUTIONS[engine]]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
-    except OSError as error:
-        raise EngineEnvironmentError(f"{python} cannot be started: {error.strerror}.") from error
-    except subprocess.TimeoutExpired as error:
-        raise EngineEnvironmentError(f"{python} did not answer within {ASK_TIMEOUT_S} s.") from error
-    if done.returncode != 0:
-        raise EngineEnvironmentError(f"{python} fails: {' '.join(done.stderr.split())}")
-    found = done.stdout.split()
+    found = _ask(python, _ASK_VERSION, *DISTRIBUTIONS[engine]).split()
     return (found[0], found[1]) if found else None
 
 
 @cache
 def package_folder(python: str, package: str) -> Path:
     """Where an interpreter has a package, which is not imported. Raises EngineEnvironmentError."""
-    asked = [python, "-P", "-c", _ASK_FOLDER, package]
-    try:
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+    found = _ask(python, _ASK_FOLDER, package).strip()
+    if not found:
+        raise EngineEnvironmentError(
+            f"{python} has no package {package}: name the interpreter that the engine is installed in."
+        )
+    return Path(found)
+
+
+def _ask(python: str, code: str, *arguments: str) -> str:
+    """What an interpreter prints. Raises EngineEnvironmentError when it cannot be run."""
+    asked, variables = [python, "-c", code, *arguments], {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:  # its own packages count, not a checkout that the user stands in
+        done = subprocess.run(asked, env=variables, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
     except OSError as error:
         raise EngineEnvironmentError(f"{python} cannot be started: {error.strerror}.") from error
-    if done.returncode != 0 or not done.stdout.strip():
-        raise EngineEnvironmentError(
-            f"{python} has no package {package}. {' '.join(done.stderr.split())}".strip()
-        )
-    return Path(done.stdout.strip())
+    except subprocess.TimeoutExpired as error:
+        raise EngineEnvironmentError(f"{python} did not answer within {ASK_TIMEOUT_S} s.") from error
+    if done.returncode != 0:
+        raise EngineEnvironmentError(f"{python} fails: {' '.join(done.stderr.split())}")
+    return done.stdout
 
 
 def engine_problems(python: str, engine: str, environment: str | None) -> list[str]:

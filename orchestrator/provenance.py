@@ -90,9 +90,11 @@ def resolve_commit(tree: Path, revision: str) -> str:
 
 
 @cache
-def source_hash(tree: Path, commit: str | None = None) -> str:
-    """SHA-256 over names and contents of workloads/ and collectors/, as they lie there or at `commit`."""
-    found = files_hash(tree_files(tree, commit).items())
+def source_hash(tree: Path, commit: str | None = None, overlay: tuple[tuple[str, str], ...] = ()) -> str:
+    """SHA-256 over names and contents of workloads/ and collectors/, as they lie there or at `commit`, with files laid
+    over them: (name, file)."""
+    laid = {name: Path(file).read_bytes() for name, file in overlay}
+    found = files_hash({**tree_files(tree, commit), **laid}.items())
     assert found is not None, "tree_files refuses an empty tree"
     return found
 

@@ -122,7 +122,6 @@ def _gang_set(staged: Staged, arm: str, folder: Path, specs: Sequence[GangSpec])
         folder=folder,
         gangs=specs,
         tree=source_tree(cell["code"][arm], store),
-        package=Path(specs[0].package_dir) if specs[0].package_dir else None,
         parents=1 if cluster["kind"] == "local" else cell["parallelism"]["nodes"],
         python=interpreter(cell, arm),
         environment=cluster["env"],

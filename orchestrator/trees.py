@@ -7,7 +7,6 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,20 +19,13 @@ from workloads.source import SOURCES, files_hash, is_source
 
 TREES = "trees"  # folder of the store
 
-
 Laid = Sequence[Mapping[str, Any]]  # of a frozen arm: "at", "file", "sha256", "replaces"
 
 
 def arm_source(tree: Path, commit: str | None, overlay: Laid) -> str:
     """SHA-256 of what the arm runs of this project. Raises ProvenanceError."""
     own = tuple((one["at"], one["file"]) for one in overlay if is_source(one["at"]))
-    return _overlaid_source(tree, commit, own) if own else provenance.source_hash(tree, commit)
-
-
-@cache
-def _overlaid_source(tree: Path, commit: str | None, own: tuple[tuple[str, str], ...]) -> str:
-    files = {**provenance.tree_files(tree, commit), **{at: Path(file).read_bytes() for at, file in own}}
-    return str(files_hash(files.items()))
+    return provenance.source_hash(tree, commit, own)
 
 
 def source_tree(arm: Mapping[str, Any], store: Store) -> Path:

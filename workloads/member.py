@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -41,6 +42,17 @@ class Events:
                 data = data[os.write(self._fd, data) :]
         except BrokenPipeError:
             self.broken = True
+
+    def node_started(self, source: str) -> None:
+        """Tells who is speaking. source: the file that runs, by which the driver knows the tree."""
+        job, step = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID")
+        self.emit(
+            "node_started",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            step=None if step is None else f"{job}.{step}",
+            source=source,
+        )
 
     def close(self) -> None:
         os.close(self._fd)

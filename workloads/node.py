@@ -15,7 +15,6 @@ import logging
 import os
 import select
 import signal
-import socket
 import sys
 import time
 from importlib import import_module
@@ -131,12 +130,7 @@ def main() -> int:
     adopt_orphans()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s node %(levelname)s %(message)s")
     events = Events(options.node_rank)
-    step = (
-        f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-        if "SLURM_STEP_ID" in os.environ
-        else None
-    )
-    events.emit("node_started", host=socket.gethostname(), pid=os.getpid(), step=step, source=__file__)
+    events.node_started(__file__)
     low, high = map(int, options.ranks.split(":"))
     try:
         return run_set(options.set, range(low, high), events, options.attended, options.keep_going)

@@ -47,7 +47,6 @@ class GangSet:
     folder: Path
     gangs: Sequence[GangSpec]
     tree: Path  # the workloads/ and collectors/ below it run
-    package: Path | None = None  # the engine's package below it runs instead of the installed one
     parents: int = 1  # node parents: one on this machine, one a node on a cluster
     python: str = sys.executable
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -107,7 +106,8 @@ def environment(gang_set: GangSet, allocation: Allocation | None) -> dict[str, s
     """Variables of the node parents and their ranks: the driver's without the scheduler's, then our own."""
     removed = set(inherited_names(os.environ))
     variables = {name: value for name, value in os.environ.items() if name not in removed}
-    paths = [str(path) for path in (gang_set.tree, gang_set.package, variables.get("PYTHONPATH")) if path]
+    own, package = str(gang_set.tree), gang_set.gangs[0].package_dir
+    paths = [path for path in (own, package, variables.get("PYTHONPATH")) if path]
     variables |= {
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",

@@ -8,8 +8,7 @@ from orchestrator.cell import FRESH
 from orchestrator.config import text
 from orchestrator.config.freeze import cell_arms
 from orchestrator.config.schema import Root
-from orchestrator.rules.cluster_rules import one_of
-from orchestrator.rules.rule_parts import Problems, plain
+from orchestrator.rules.rule_parts import Problems, one_of, plain
 
 NATIVE, VLLM = "native", "vllm"
 DTYPES = ["auto", "float32", "bfloat16", "float16"]

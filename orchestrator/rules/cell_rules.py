@@ -5,9 +5,8 @@ from collections.abc import Callable
 from orchestrator import memory
 from orchestrator.architectures import ARCHITECTURES, architecture
 from orchestrator.config.schema import Root
-from orchestrator.rules import backend_rules, cluster_rules, draft_rules, scenario_rules
-from orchestrator.rules.cluster_rules import one_of
-from orchestrator.rules.rule_parts import Problems, at_least, divides
+from orchestrator.rules import backend_rules, cluster_rules, code_rules, draft_rules, scenario_rules
+from orchestrator.rules.rule_parts import Problems, at_least, divides, one_of
 
 
 def problems(root: Root) -> list[str]:
@@ -82,5 +81,6 @@ _PLAIN: tuple[Callable[[Root], Problems], ...] = (
     backend_rules.problems,
     draft_rules.problems,
     *cluster_rules.RULES,
+    code_rules.problems,
     *scenario_rules.RULES,
 )

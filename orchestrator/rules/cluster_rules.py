@@ -1,23 +1,11 @@
-"""Rules of where a cell runs and of the code that it runs."""
+"""Rules of where a cell runs."""
 
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
+from collections.abc import Callable
 
 from orchestrator.cluster import slurm
 from orchestrator.config import text
-from orchestrator.config.freeze import arm_environment, cell_arms
 from orchestrator.config.schema import Bound, Cluster, Preflight, Root
-from orchestrator.provenance import tree as source_tree
-from orchestrator.rules import arm_overlay
-from workloads.source import SOURCES
-
-Problems = Iterator[str]
-
-
-def one_of(key: str, value: str, options: list[str]) -> Problems:
-    if value not in options:
-        yield f"{key} is {value!r}; it must be one of: {', '.join(options)}."
+from orchestrator.rules.rule_parts import Problems, one_of
 
 
 def _cluster(root: Root) -> Problems:
@@ -113,29 +101,4 @@ def _partition_limit(cluster: Cluster) -> int | None:
     return slurm.partition_limit(cluster.partition)
 
 
-def _code(root: Root) -> Problems:
-    for name, arm in cell_arms(root).items():
-        key = f"code.{name}"
-        problem = text.word_problem(f"{key}.commit", arm.commit)
-        if problem:
-            yield problem
-        tree = source_tree(arm.path)
-        if not all((tree / folder).is_dir() for folder in SOURCES):
-            yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
-            continue
-        known = _faults(tree, root.backend.engine)
-        for fault in arm.faults:
-            if fault not in known:
-                yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
-        yield from arm_overlay.problems(root, name, arm, arm_environment(root, arm))
-
-
-@cache
-def _faults(tree: Path, engine: str) -> list[str]:
-    """Each engine has its own: in the native one they replace steps of a load, in vLLM they do harm after it."""
-    folder = "workloads/engines/vllm/faults" if engine == "vllm" else "workloads/faults"
-    modules = (tree / folder).glob("[!_]*.py")
-    return sorted(module.stem for module in modules)
-
-
-RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _ray, _cluster_text, _bounds, _code)
+RULES: tuple[Callable[[Root], Problems], ...] = (_cluster, _ray, _cluster_text, _bounds)

@@ -12,6 +12,11 @@ def at_least(key: str, value: Any, least: int) -> Problems:
         yield f"{key} is {value}; it must be at least {least}."
 
 
+def one_of(key: str, value: str, options: list[str]) -> Problems:
+    if value not in options:
+        yield f"{key} is {value!r}; it must be one of: {', '.join(options)}."
+
+
 def divides(key: str, divisor: int, of: str, value: int) -> Problems:
     if divisor < 1 or value % divisor:
         fitting = ", ".join(str(n) for n in range(1, min(value, 64) + 1) if value % n == 0)

@@ -36,6 +36,11 @@ def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Rehearsal]
     }
 
 
+def _has_it(name: str, fault: str) -> bool:
+    """DeepSeek-V4's drafter joins nothing that could be stale."""
+    return name != "deepseek_v4" or "context_copies" not in faults.about(fault).needs
+
+
 @pytest.mark.parametrize("name", TOYS)
 def test_a_drafter_updated_apart_passes(name: str, rehearsals: dict[str, Rehearsal]) -> None:
     steps = [*APART[:1], *APART[1:], Step("observe", name="updated", collect=["tensors", "generations"])]
@@ -46,11 +51,10 @@ def test_a_drafter_updated_apart_passes(name: str, rehearsals: dict[str, Rehears
     assert told, "the draft tokens of the generations are told"
 
 
-@pytest.mark.parametrize("fault", OWN)
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, fault) for name in TOYS for fault in OWN if _has_it(name, fault)]
+)
 def test_each_fault_is_caught_and_named(name: str, fault: str, rehearsals: dict[str, Rehearsal]) -> None:
-    if name == "deepseek_v4" and "context_copies" in faults.about(fault).needs:
-        pytest.skip("DeepSeek-V4's drafter joins nothing")
     result = rehearsals[name].judge(observed(WHOLE), [fault])
     assert result["verdict"] in ("FAIL", "ERROR")
     assert result["findings"][0]["code"] == faults.about(fault).finding, result["findings"]

@@ -17,7 +17,7 @@ from orchestrator.config.schema import Arm, Overlaid, Root
 from orchestrator.engine_env import package_folder
 from orchestrator.failure import AttemptError
 from orchestrator.provenance import checkout
-from orchestrator.rules import arm_overlay
+from orchestrator.rules import code_rules
 from orchestrator.show_where import code_lines
 from orchestrator.store import Store
 from orchestrator.trees import arm_source, overlaid_package, source_tree
@@ -53,7 +53,9 @@ def frozen(tree: Path, *overlay: Overlaid) -> dict[str, Any]:
 
 
 def sentences(arm: Arm, root: Root | None = None) -> list[str]:
-    return list(arm_overlay.problems(root or Root(), "candidate", arm, None))
+    root = root or Root()
+    root.code.candidate = arm
+    return list(code_rules.problems(root))
 
 
 def test_the_tree_with_the_file_over_it_is_made_and_the_tree_is_left_alone(
@@ -161,7 +163,7 @@ def site_fixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 def vllm_root() -> Root:
     root = Root()
-    root.backend.engine, root.backend.python = "vllm", sys.executable
+    root.backend.engine = "vllm"  # of this interpreter, as where backend.python is null
     return root
 
 

@@ -154,10 +154,7 @@ def main() -> None:
     if options.attended:
         threading.Thread(target=_end_with_driver, daemon=True).start()
     events = Events(options.node_rank)
-    step = None
-    if "SLURM_STEP_ID" in os.environ:
-        step = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
-    events.emit("node_started", host=socket.gethostname(), pid=os.getpid(), step=step, source=__file__)
+    events.node_started(__file__)
     events.emit("gang_started", gang=GANG)
     began, report = time.monotonic(), Report(events)
     check(options, report)

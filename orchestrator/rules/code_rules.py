@@ -1,10 +1,17 @@
-"""Files laid over an arm's code: each says by SHA-256 which file it was made from, so that none hides a newer one."""
+"""Rules of the code that a cell's arms run: their trees, faults, and files laid over them.
+
+Each of these files says by SHA-256 which one it was made from, so that none hides a newer one.
+"""
 
 import hashlib
+import sys
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from orchestrator import engine_env, provenance
+from orchestrator.config import text
+from orchestrator.config.freeze import arm_environment, cell_arms
 from orchestrator.config.schema import Arm, Overlaid, Root
 from orchestrator.rules.rule_parts import Problems
 from workloads.source import SOURCES, is_source
@@ -12,8 +19,32 @@ from workloads.source import SOURCES, is_source
 PACKAGES = {"vllm": "vllm"}  # what an overlay may reach of a foreign engine, by backend.engine
 
 
-def problems(root: Root, name: str, arm: Arm, environment: str | None) -> Problems:
-    """name: of the arm. environment: of its engine."""
+def problems(root: Root) -> Problems:
+    for name, arm in cell_arms(root).items():
+        key = f"code.{name}"
+        problem = text.word_problem(f"{key}.commit", arm.commit)
+        if problem:
+            yield problem
+        tree = provenance.tree(arm.path)
+        if not all((tree / folder).is_dir() for folder in SOURCES):
+            yield f"{key}.path is {arm.path}, which holds no {' and '.join(SOURCES)}: name a source tree."
+            continue
+        known = _faults(tree, root.backend.engine)
+        for fault in arm.faults:
+            if fault not in known:
+                yield f"{key}.faults names {fault!r}, which is not a fault; the faults are: {', '.join(known)}."
+        yield from _overlay(root, name, arm)
+
+
+@cache
+def _faults(tree: Path, engine: str) -> list[str]:
+    """Each engine has its own: in the native one they replace steps of a load, in vLLM they do harm after it."""
+    folder = "workloads/engines/vllm/faults" if engine == "vllm" else "workloads/faults"
+    modules = (tree / folder).glob("[!_]*.py")
+    return sorted(module.stem for module in modules)
+
+
+def _overlay(root: Root, name: str, arm: Arm) -> Problems:
     key, package = f"code.{name}.overlay", PACKAGES.get(root.backend.engine)
     for twice in sorted({one.at for one in arm.overlay if [o.at for o in arm.overlay].count(one.at) > 1}):
         yield f"{key} puts two files at {twice}: leave one."
@@ -24,7 +55,7 @@ def problems(root: Root, name: str, arm: Arm, environment: str | None) -> Proble
         if not found and is_source(one.at):
             yield from _gate(place, one, _own_file(arm, one.at), "the arm's tree")
         elif not found:
-            yield from _foreign(place, one, root, environment)
+            yield from _foreign(place, one, root, arm_environment(root, arm))
 
 
 def _plain(key: str, one: Overlaid, package: str | None) -> Problems:
@@ -58,7 +89,9 @@ def _foreign(key: str, one: Overlaid, root: Root, environment: str | None) -> Pr
         return
     try:
         python = (
-            engine_env.environment_python(environment) if environment else Path(root.backend.python or "")
+            engine_env.environment_python(environment)
+            if environment
+            else Path(root.backend.python or sys.executable)
         )
         folder = engine_env.package_folder(str(python), one.at.partition("/")[0])
     except engine_env.EngineEnvironmentError:
