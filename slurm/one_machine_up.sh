@@ -63,7 +63,8 @@ KillWait=5
 CompleteWait=0
 SlurmctldTimeout=10
 SlurmdTimeout=10
-MessageTimeout=10
+# A machine of two cores on which fifty jobs start keeps a caller waiting for longer than the default of 10 s.
+MessageTimeout=60
 PreemptType=preempt/partition_prio
 PreemptMode=CANCEL
 SchedulerType=sched/backfill

@@ -84,9 +84,16 @@ def test_fifty_cells_against_the_launcher(launcher: Path, calls: Callable[[], in
     command = [sys.executable, "app.py", "-m", "hydra/launcher=submitit_slurm", f"+cell=range({CELLS})"]
     command += [f"hydra.launcher.{option}" for option in options]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(launcher), str(ROOT)])}
-    began = time.monotonic()
-    subprocess.run(command, check=True, cwd=tmp_path, env=variables, timeout=1200)
-    theirs, their_calls = time.monotonic() - began, calls()
+    for _ in range(3):  # its sweep ends with the first job of which Slurm fails to start a step
+        began = time.monotonic()
+        sweep = subprocess.run(
+            command, cwd=tmp_path, env=variables, timeout=600, capture_output=True, text=True
+        )
+        theirs, their_calls = time.monotonic() - began, calls()
+        if sweep.returncode == 0:
+            break
+        print(f"The launcher's sweep failed: {sweep.stderr}")
+    assert sweep.returncode == 0
     print(
         f"{CELLS} cells: {our_calls} calls of Slurm and {ours:.1f} s to the last result, by the launcher {their_calls} "
         f"calls and {theirs:.1f} s"

@@ -72,7 +72,6 @@ def test_a_controller_that_is_killed_and_comes_back_without_accounting(
     run.look()
     for cell in range(3):
         run.running(cell, 60)
-    time.sleep(6)  # it saves its state every few seconds, and forgets a job whose start it has not saved
     kill_controller()
     path = shim(tmp_path / "quick", "squeue", 'exec timeout 3 $REAL "$@"')
     with pytest.MonkeyPatch.context() as patch:
@@ -95,6 +94,9 @@ def test_a_controller_that_is_killed_and_comes_back_without_accounting(
 
 
 def kill_controller() -> None:
+    """After it has saved its state, which it does every few seconds: it forgets a job that it has not saved, gives its
+    number to the next one, and a node that has seen the number refuses that and is drained."""
+    time.sleep(6)
     folder = Path(os.environ["SLURM_CONF"]).parents[1]
     os.kill(int((folder / "run" / "slurmctld.pid").read_text()), signal.SIGKILL)
 

@@ -71,7 +71,7 @@ class Toys:
     def until(self, what: Callable[["Toys", Look], bool], seconds: float) -> Look:
         deadline = time.monotonic() + seconds
         while not what(self, look := self.look()):
-            assert time.monotonic() < deadline, (look, self.said)
+            assert time.monotonic() < deadline, (look, self.said, queue())
             time.sleep(0.3)
         return look
 
@@ -86,7 +86,7 @@ class Toys:
         """Until the driver of the cell has begun to measure."""
         deadline = time.monotonic() + seconds
         while not any(line.startswith(self.names[cell]) for line in self.ran()):
-            assert time.monotonic() < deadline, (self.said, self.ran())
+            assert time.monotonic() < deadline, (self.said, self.ran(), queue())
             time.sleep(0.2)
 
     def ran(self) -> list[str]:
@@ -135,3 +135,11 @@ def shim(folder: Path, name: str, lines: str) -> Path:
 
 def control(*words: str) -> None:
     subprocess.run(["scontrol", *words], check=True, capture_output=True, timeout=30)
+
+
+def queue() -> str:
+    """Jobs with the reason why they wait, and nodes with the reason why they are down: for the message of a failure."""
+    commands = (["squeue", "--all", "-o", "%i %T %r %N"], ["sinfo", "-N", "-o", "%N %T %E"])
+    return "\n".join(
+        subprocess.run(one, capture_output=True, text=True, timeout=60).stdout for one in commands
+    )
