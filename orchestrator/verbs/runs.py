@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
+from rich.table import Table
 
 from orchestrator.cluster.history import INDEX, read_index
 from orchestrator.cluster.jobs import JOB
-from orchestrator.show import console, table
+from orchestrator.show import WIDTH, console, table
 from orchestrator.store import Store, StoreError, read_json
 from orchestrator.verbs.arguments import Parser
 
 Json = dict[str, Any]
+Row = tuple[str, str, str, str]  # all columns but `began`
 HELP = """\
 The runs in the store, newest first: when they began, how many cells they have, how
 these ended, and where they run. `running` also stands for what waits in Slurm's
 queue: `status NAME` asks Slurm. Reads files only, from any machine that sees the store."""
-NAME_WIDTH = 44  # of longer names, lines are folded too
+COLUMNS = ("run", "began", "cells", "verdicts", "where")
+NARROW = ("run", "verdicts", "where")  # a name has the time in it, and the verdicts add up to the cells
+# Up to which width a column is not folded: a name is copied into other commands, and verdicts are what a run is for.
+WHOLE = {"run": 44, "began": 11, "verdicts": 26}
 _HERE = {"local", "ray"}  # clusters whose drivers run where the run was started
 _ORDER = ("FAIL", "ERROR", "INCONCLUSIVE", "NOT_RUN", "PASS", "running", "stopped", "not started")
 
@@ -35,18 +40,23 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         out.print(f"No run in {store.root} yet." if not names else f"No run in {store.root} begins so.")
         return 0
-    rows = table("run", "began", "cells", "verdicts", "where", right=["cells"])
-    # A name is copied into other commands, so the other columns are folded first.
-    rows.columns[0].no_wrap = max(len(folder.name) for folder in chosen) <= NAME_WIDTH
-    rows.columns[1].no_wrap = True
-    for began, row in sorted((_row(store, folder) for folder in chosen), reverse=True):
-        when = time.strftime("%m-%d %H:%M", time.localtime(began))
-        rows.add_row(row[0], when, *row[1:])
-    out.print(rows)
+    out.print(_table(sorted((_row(store, folder) for folder in chosen), reverse=True), out.width < WIDTH))
     return 0
 
 
-def _row(store: Store, folder: Path) -> tuple[float, tuple[str, str, str, str]]:
+def _table(rows: Sequence[tuple[float, Row]], is_narrow: bool) -> Table:
+    columns = NARROW if is_narrow else COLUMNS
+    made = table(*columns, right=["cells"])
+    for began, (run, *rest) in rows:
+        when = time.strftime("%m-%d %H:%M", time.localtime(began))
+        said = dict(zip(COLUMNS, (run, when, *rest), strict=True))
+        made.add_row(*(said[column] for column in columns))
+    for name, column in zip(columns, made.columns, strict=True):
+        column.no_wrap = max(len(str(text)) for text in column.cells) <= WHOLE.get(name, 0)
+    return made
+
+
+def _row(store: Store, folder: Path) -> tuple[float, Row]:
     """When a run began, seconds of the Unix clock, and the cells of its row."""
     try:
         index = read_index(folder)

@@ -1,16 +1,19 @@
 """The verb `runs`, and what every verb about runs says of a store that is damaged or does not have the run."""
 
+import io
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from slurm_runs import Run, apart_fixture, store_fixture  # noqa: F401
 from test_cli import orchestrate
 
 from orchestrator.cluster.jobs import JOB
 from orchestrator.config.planning import Plan
 from orchestrator.store import Store, read_json, write_json
+from orchestrator.verbs import runs
 
 Capture = pytest.CaptureFixture[str]
 
@@ -51,6 +54,20 @@ def test_the_newest_comes_first_with_what_its_cells_are(
     assert "cells.json is damaged" in capsys.readouterr().out
     assert orchestrate("status", f"store={store.root}") == 0
     assert long in capsys.readouterr().out, "a damaged run does not hide the others"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_names_and_verdicts_stay_whole_on_a_narrow_screen(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.show.sys.stdout.isatty", lambda: is_terminal)
+    name, verdicts = "kimi_k3_refit-20261130-023638-ffc3a2", "2 FAIL, 2 ERROR, 20 PASS"
+    out = Console(width=80, file=io.StringIO())
+    rows = [(0.0, (name, "24", verdicts, "slurm")), (0.0, ("adhoc", "1", "1 PASS", "local on login-1"))]
+    out.print(runs._table(rows, is_narrow=True))
+    lines = out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80
+    assert [name, *verdicts.split(), "slurm"] in [line.split() for line in lines]
 
 
 def test_an_empty_store_has_no_runs(store: Store, tmp_path: Path, capsys: Capture) -> None:
