@@ -22,5 +22,5 @@ def unjudged(cell: Cell, cell_id: str, attempt: str, verdict: str, failure: Fail
         "starts": 0,
         "references": [],
         "error": asdict(failure),
-        "evidence": {"loads": [], "memory": [], "differing": []},
+        "evidence": {"loads": [], "audits": [], "memory": [], "differing": []},
     }

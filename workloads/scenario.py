@@ -23,7 +23,8 @@ def play(
     engine: Engine, observer: Observer, spec: GangSpec, rank: int, progress: Sequence[RecordWriter]
 ) -> None:
     """Runs all steps of `spec` in order. Every step leaves two `step` records {"index", "do", "via", "name",
-    "state", "time"} in `progress`; the second one also has "seconds" and, for loads, "stats" (seconds by phase, bytes).
+    "state", "time"} in `progress`; the second one also has "seconds", for loads "stats" (seconds by phase, bytes), and
+    for observations "collectors" (seconds by name).
 
     progress: one writer for each rank that this process leads; `rank` is the first of them.
     """
@@ -35,6 +36,8 @@ def play(
         started = time.perf_counter()
         stats = player.play(step)
         record |= {"seconds": time.perf_counter() - started, "stats": asdict(stats) if stats else None}
+        if step.do == "observe":
+            record["collectors"] = player.seconds
         _note(progress, {**record, "state": "end", "time": time.time()})
         if step.do == "observe" and not traced:
             player.trace()
@@ -48,11 +51,13 @@ def _note(progress: Sequence[RecordWriter], record: dict[str, Any]) -> None:
 
 
 class _Player:
-    """Remembers between steps which checkpoint the engine should hold."""
+    """Remembers between steps which checkpoint the engine should hold. seconds: of each collector of the last
+    observation."""
 
     def __init__(self, engine: Engine, observer: Observer, spec: GangSpec, rank: int) -> None:
         self.engine, self.observer, self.spec, self.rank = engine, observer, spec, rank
         self.loaded = ""
+        self.seconds: dict[str, float] = {}
 
     def trace(self) -> None:
         """One prefill and one decode under the auditor's eyes. Only after the first observation: a load is
@@ -81,8 +86,7 @@ class _Player:
                 self.engine.wake()
                 return None
             case "observe":
-                for collector in step.collect:
-                    self._collect(collector, step.name)
+                self.seconds = {collector: self._timed(collector, step.name) for collector in step.collect}
                 return None
         raise ValueError(f"Step do={step.do!r} is not one of start, update, sleep, wake, save, observe.")
 
@@ -97,6 +101,11 @@ class _Player:
             f"The update to {step.checkpoint!r} via {step.via} with {step.arrival} was taken, but the scenario says "
             "that it must be refused: the engine lets through what it cannot load as a whole."
         )
+
+    def _timed(self, collector: str, observation: str) -> float:
+        started = time.perf_counter()
+        self._collect(collector, observation)
+        return time.perf_counter() - started
 
     def _collect(self, collector: str, observation: str) -> None:
         engine, spec = self.engine, self.spec

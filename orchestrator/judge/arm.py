@@ -29,8 +29,9 @@ class ArmJudge:
         check_files(attempt, arm, self._reader)
         self._tensors = TensorJudge(attempt, arm, self._reader, ledger)
         self._tensors.run()
-        steps = timings.progress(attempt, arm, self._reader)
+        steps = timings.progress(attempt, arm.folder, self._reader)
         self.loads = timings.loads(attempt, arm, steps)
+        self.audits = timings.audits(attempt, arm, steps, self._reader)
         self.wall = timings.wall(steps)
         self.memory = timings.memory(attempt, arm, self._reader)
 

@@ -97,6 +97,11 @@ class Attempt:
         checks = [check for check in self.cell["load_path"]["checks"] if check["rule"] == "equal"]
         return {check[side] for check in checks for side in ("left", "right")}
 
+    def has_built(self, reference: Path) -> bool:
+        """Whether a reference had a gang of its own, in this attempt."""
+        own = f"{self.folder.parent.name}/{self.folder.name}"
+        return (reference / "gang.json").exists() and _origin(reference).get("attempt") == own
+
     def checks(self, arm: Arm) -> list[Mapping[str, Any]]:
         """What is asked of an arm: of the base, nothing that compares with the base."""
         asked = self.cell["load_path"]["checks"]
@@ -131,10 +136,15 @@ def _of_arm(references: Mapping[str, Path], arm: str) -> dict[str, Path]:
 
 def _observed(reference: Path) -> str:
     """Name of the observation that is the reference: `fresh` of a gang of its own, or a scenario's after its start."""
+    return str(_origin(reference).get("observation", "fresh"))
+
+
+def _origin(reference: Path) -> Mapping[str, Any]:
+    """Which observation of which attempt a reference is; empty of one that an earlier version of this project left."""
     try:
-        return str(orjson.loads((reference / REFERENCE).read_bytes())["observation"])
-    except (FileNotFoundError, orjson.JSONDecodeError):  # one that an earlier version of this project left
-        return "fresh"
+        return dict(orjson.loads((reference / REFERENCE).read_bytes()))
+    except (FileNotFoundError, orjson.JSONDecodeError):
+        return {}
 
 
 def is_load(step: Mapping[str, Any]) -> bool:

@@ -44,6 +44,7 @@ def judge_attempt(cell: Mapping[str, Any], attempt_dir: Path, references: Mappin
         "error": arms[0].error(),
         "evidence": {
             "loads": [load for arm in arms for load in arm.loads],
+            "audits": [entry for arm in arms for entry in arm.audits],
             "memory": [entry for arm in arms for entry in arm.memory],
             "differing": [entry for arm in arms for entry in arm.differing()],
         },

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from collectors.records import rank_file
@@ -13,9 +14,9 @@ from orchestrator.judge.statistics import spread
 PHASES = ("read_s", "install_s", "post_process_s", "finish_s")
 
 
-def progress(attempt: Attempt, arm: Arm, reader: Reader) -> list[list[Record]]:
-    """`step` records of every rank."""
-    files = (rank_file(arm.folder, "progress", rank) for rank in range(attempt.ranks))
+def progress(attempt: Attempt, folder: Path, reader: Reader) -> list[list[Record]]:
+    """`step` records of every rank of the gang in `folder`."""
+    files = (rank_file(folder, "progress", rank) for rank in range(attempt.ranks))
     return [[r for r in reader.records(path) if r["kind"] == "step"] for path in files]
 
 
@@ -41,6 +42,31 @@ def loads(attempt: Attempt, arm: Arm, steps: Sequence[Sequence[Record]]) -> list
             }
         )
     return found
+
+
+def audits(
+    attempt: Attempt, arm: Arm, steps: Sequence[Sequence[Record]], reader: Reader
+) -> list[dict[str, Any]]:
+    """{arm, observation, seconds} of the slowest rank for each set of tensors that was gathered for this attempt:
+    those of a reference, too, if its gang was one of this attempt."""
+    found = _audits(arm, steps)
+    first = attempt.arms[0]  # whose references the others may share
+    told = [] if arm is first else list(first.references.values())
+    for name, folder in arm.references.items():
+        if folder not in told and attempt.has_built(folder.parent):
+            found += _audits(arm, progress(attempt, folder.parent, reader), name)
+    return found
+
+
+def _audits(arm: Arm, steps: Sequence[Sequence[Record]], name: str = "") -> list[dict[str, Any]]:
+    """name: of a reference, whose only observation it is."""
+    slowest: dict[str, float] = {}
+    for record in (record for rank in steps for record in rank):
+        seconds = record.get("collectors", {}).get("tensors")  # of old attempts nobody knows
+        if seconds is not None:
+            observation = name or record["name"]
+            slowest[observation] = max(seconds, slowest.get(observation, 0.0))
+    return [{"arm": arm.name, "observation": n, "seconds": s} for n, s in slowest.items()]
 
 
 def wall(steps: Sequence[Sequence[Record]]) -> tuple[float, float] | None:

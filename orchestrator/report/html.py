@@ -83,6 +83,7 @@ def _cell(row: Row, store: str) -> dict[str, Any]:
         "coverage": coverage_bar(cell.get("coverage"), _threshold(cell)),
         "loads": load_bars(evidence["loads"]),
         "heat": heat_strip(evidence["differing"], cell.get("layout")),
+        "audits": shared.audits_text(cell),
         "memory": [_memory(entry) for entry in evidence["memory"]],
         "links": list(_links(cell, attempt)),
     }

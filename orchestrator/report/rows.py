@@ -99,7 +99,23 @@ def left_out(verdict: Json) -> list[str]:
 def starts_text(verdict: Json) -> str:
     """Of the attempts that count, "" where no engine started."""
     total = sum(cell.get("starts") or 0 for cell in verdict["cells"])
-    return f"Engine starts: {total} in all" if total else ""
+    audits = [audit for cell in verdict["cells"] for audit in _audits(cell)]
+    if not total or not audits:
+        return f"Engine starts: {total} in all" if total else ""
+    seconds = sum(audit["seconds"] for audit in audits)
+    return f"Engine starts: {total} in all. Audits: {len(audits)}, which took {seconds:.1f} s"
+
+
+def audits_text(cell: Json) -> str:
+    """Seconds of each audit of a cell; "" of old results, which do not know."""
+    return ", ".join(
+        f"{audit['arm']} {audit['observation']} {audit['seconds']:.2f} s" for audit in _audits(cell)
+    )
+
+
+def _audits(cell: Json) -> Sequence[Json]:
+    audits: Sequence[Json] = (cell.get("evidence") or {}).get("audits", ())
+    return audits
 
 
 def reproduction(cell: Json) -> Mapping[str, str]:

@@ -348,4 +348,5 @@ def _progress(world: World) -> Iterator[Record]:
         yield {
             **record, "state": "end", "time": 1000.9 + index, "seconds": 0.9,
             "stats": stats if step["do"] != "observe" else None,
+            **({"collectors": dict.fromkeys(step["collect"], 0.4)} if step["do"] == "observe" else {}),
         }  # fmt: skip

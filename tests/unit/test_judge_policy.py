@@ -1,5 +1,6 @@
 """Verdicts: gates come first, only required checks decide, nothing that proves nothing passes."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -271,6 +272,28 @@ def test_loads_show_the_slowest_rank_and_all_bytes(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert loads[1]["nbytes"] == 4 * 10_000
     assert loads[1]["phases"]["install_s"] == 0.3
+
+
+def test_audits_are_those_of_this_attempt(tmp_path: Path) -> None:
+    """The slowest rank counts, a reference that another attempt built does not, and one of both arms counts once."""
+    world = World(base=True)
+    _, references = world.write(tmp_path)
+    for name, attempt in (("new", "c0ffee/attempt-001"), ("old", "c0ffee/attempt-000")):
+        folder = references[f"fresh.{name}"]
+        (folder / "gang.json").write_text("{}")
+        (folder / "reference.json").write_text(json.dumps({"observation": "fresh", "attempt": attempt}))
+
+    def slow(attempt: Path) -> None:
+        path = attempt / "candidate" / "progress-00002.jsonl"
+        path.write_text(path.read_text().replace('"tensors":0.4', '"tensors":0.9', 1))
+
+    found = [
+        (a["arm"], a["observation"], a["seconds"]) for a in world.judge(tmp_path, slow)["evidence"]["audits"]
+    ]
+    names = ("started", "updated", "repeated", "back")
+    candidate = [("candidate", name, 0.9 if name == "started" else 0.4) for name in names]
+    base = [("base", name, 0.4) for name in names]
+    assert found == [*candidate, ("candidate", "fresh.new", 0.4), *base]
 
 
 def test_differing_tensors_are_counted_by_rank(tmp_path: Path) -> None:

@@ -206,12 +206,13 @@ def test_reports_print_it_and_the_starts(tmp_path: Path) -> None:
     told = reproduction(cell, judged, attempt, ["load_path=direct", "name='<b>`x`'"])
     verdict = combine([judged | {"reproduction": told, "starts": 3}, judged | {"cell": "other", "starts": 2}])
     text = markdown(verdict)
-    assert "Engine starts: 5 in all." in text
+    assert "Engine starts: 5 in all. Audits: 8, which took 3.2 s." in text
     assert "```bash\npython -m orchestrator load_path=direct" in text
     assert "\n```python\n# repro.py: stale" in text
     assert text.count("```") % 2 == 0
     page = html(verdict)
-    assert "Engine starts: 5 in all." in page
+    assert "Engine starts: 5 in all. Audits: 8, which took 3.2 s." in page
+    assert "Audits, slowest rank: candidate started 0.40 s, candidate updated 0.40 s" in page
     assert "<b>`x`" not in page
     assert 'class="script"># repro.py: stale' in page
 
