@@ -162,6 +162,9 @@ def _part_code(
         return ("wrong_layout", _REARRANGED) if part.get("rearranged") else _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
         return "numeric_cast", ""
+    unchanged = before is not None and part["fp"] == before["fp"]
+    if before is not None and unchanged and not is_wrong(before):
+        return "stale", ""
     if part.get("const") == POISON:
         return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
     if part.get("const") is not None and part["const"] in padding:
@@ -169,10 +172,10 @@ def _part_code(
             "uninitialised",
             f"all bytes are {part['const']}, as they were created: nothing was loaded here",
         )
-    if before is not None and part["fp"] == before["fp"]:
-        if part.get("const") is not None:
-            note = f"all bytes are {part['const']}, before the update too: nothing was ever loaded here"
-            return "uninitialised", note
+    if unchanged and part.get("const") is not None:
+        note = f"all bytes are {part['const']}, before the update too: nothing was ever loaded here"
+        return "uninitialised", note
+    if unchanged:
         return "stale", ""
     if part.get("patch") is not None and part["patch"] in padding:
         return "overwritten_by_padding", f"all its wrong bytes are {part['patch']}, the value of the padding"

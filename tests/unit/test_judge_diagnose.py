@@ -123,6 +123,20 @@ def test_weights_that_were_never_loaded_are_as_they_were_created(tmp_path: Path)
     assert "all bytes are 127, as they were created: nothing was loaded here" in finding["detail"]
 
 
+@pytest.mark.parametrize(("loaded", "code"), [(True, "stale"), (False, "uninitialised")])
+def test_weights_of_one_repeated_byte_that_an_update_left(tmp_path: Path, loaded: bool, code: str) -> None:
+    """Scales of a checkpoint may all be one byte: the old ones, loaded right, are stale."""
+    world = World()
+    for audit in world.candidate.each("started", "updated"):
+        for part in audit.parts[fx.SCALES].values():
+            if part["source"] is not None:
+                part |= {"fp": fx.fp("repeated", 116), "const": 116}
+                if loaded and audit.observation == "started":
+                    part["expected"] = part["fp"]
+        audit.refresh(fx.SCALES)
+    assert primary(world, tmp_path, code)["path"] == fx.SCALES
+
+
 def test_derived_tensor_that_does_not_follow_from_right_weights(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated", "repeated", "back"):
