@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -79,7 +79,7 @@ class RefusedError(SlurmError):
 @dataclass(frozen=True)
 class JobState:
     """One job, or task of an array. id: "123" or "123_4". state: Slurm's word. reason: why it waits. nodes: its node
-    list, "" before it has one. left: of its time limit, as Slurm writes times."""
+    list, "" before it has one. left: of its time limit, as squeue writes times; sacct does not tell."""
 
     id: str
     state: str
@@ -168,11 +168,12 @@ def queue() -> dict[str, JobState]:
 def _accounted(jobs: Iterable[str]) -> dict[str, JobState]:
     fields = "--format=JobID,State,Reason,NodeList,Timelimit,Comment"
     try:
-        return _read(
+        found = _read(
             "sacct", "-X", "--array", "--noheader", "--parsable2", f"--jobs={','.join(jobs)}", fields
         )
     except SlurmError:
         return {}  # accounting is off, its daemon is down, or slow
+    return {job: replace(state, left="") for job, state in found.items()}  # it told the whole limit
 
 
 def _read(*command: str) -> dict[str, JobState]:

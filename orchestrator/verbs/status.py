@@ -14,7 +14,7 @@ from orchestrator.cluster.history import INDEX, read_index
 from orchestrator.cluster.jobs import Book, Task
 from orchestrator.gangs.signs import STANDING, slowest_rank
 from orchestrator.show import SHORT, table
-from orchestrator.store import Store, StoreError, read_json
+from orchestrator.store import Store, StoreError, attempt_number, read_json
 from orchestrator.verbs.selection import varied_labels
 
 Json = dict[str, Any]
@@ -94,13 +94,17 @@ def _age(folder: Path) -> float:
 def _show(store: Store, folder: Path, cells: Sequence[Json], found: States, out: Console) -> None:
     verdict = read_json(folder / "verdict.json")
     out.print(f"[bold]{escape(folder.name)}[/]: {verdict['verdict'] if verdict else 'no verdict yet'}")
-    varied = varied_labels(cells)
-    rows = table("cell", *varied, "attempt", "state")
-    for cell in cells:
+    varied, states = varied_labels(cells), [found.cells[cell["id"]] for cell in cells]
+    left = [_time_left(state.job) for state in states]
+    timed = ["time left"] if any(left) else []
+    rows = table("cell", *varied, "attempt", "state", *timed, right=["attempt", "time left"])
+    for column in rows.columns:
+        column.no_wrap = column.header in ("cell", "attempt", "time left")
+    for cell, state, time_left in zip(cells, states, left, strict=True):
         labels = (escape(str(cell["labels"].get(key, ""))) for key in varied)
-        state = found.cells[cell["id"]]
-        attempt = state.attempt.name if state.attempt is not None else ""
-        rows.add_row(cell["id"][:SHORT], *labels, attempt, _state(store, cell["id"], state))
+        attempt = str(attempt_number(state.attempt)) if state.attempt is not None else ""
+        said = _state(store, cell["id"], state)
+        rows.add_row(cell["id"][:SHORT], *labels, attempt, said, *([time_left] if timed else []))
     out.print(rows)
 
 
@@ -111,17 +115,25 @@ def _state(store: Store, cell: str, state: CellState) -> str:
         error = state.result["error"]
         return str(state.result["verdict"]) + (f" ({error['type']})" if error else "")
     if state.task is not None:
-        runs = state.job is not None and state.job.state == "RUNNING"
-        return _job_state(state.task, state.job) + (_standing(state.attempt) if runs else "")
+        return _job_state(state.task, state.job) + (_standing(state.attempt) if _runs(state.job) else "")
     if store.holder(cell) is None:
         return "stopped without a result"
     return f"running since {_clock(state.attempt)}{_standing(state.attempt)}"
 
 
 def _standing(attempt: Path) -> str:
-    """Step and slowest rank, as the driver last saw them; empty before the first gang."""
+    """A line of step and slowest rank, as the driver last saw them; empty before the first gang."""
     standing = read_json(attempt / STANDING)
-    return f": {standing['gang']} {standing['step']}, {slowest_rank(standing)}" if standing else ""
+    return f"\n{standing['gang']} {standing['step']}, {slowest_rank(standing)}" if standing else ""
+
+
+def _runs(job: slurm.JobState | None) -> bool:
+    return job is not None and job.state in ("RUNNING", "SUSPENDED")
+
+
+def _time_left(job: slurm.JobState | None) -> str:
+    """Of a job that has begun: what waits has used nothing of its limit yet."""
+    return job.left if job is not None and _runs(job) and job.left[:1].isdigit() else ""
 
 
 def _job_state(task: Task, job: slurm.JobState | None) -> str:
