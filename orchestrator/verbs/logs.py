@@ -1,5 +1,5 @@
-"""The verb `logs`: what the driver and the ranks of a cell's latest attempt wrote, also while they write. Reads files
-only, so it works on any machine that sees the store."""
+"""The verb `logs`: what the driver and the ranks of a cell's latest attempt wrote, also while they write. Works on any
+machine that sees the store; where Slurm can be asked, too, a job that died is not waited for."""
 
 import re
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from orchestrator.cell import Cell
+from orchestrator.cluster import slurm
 from orchestrator.cluster.history import read_cell, read_index
 from orchestrator.cluster.jobs import Book
 from orchestrator.judge.attempt import REFERENCE
@@ -30,6 +31,10 @@ Without flags it is the driver's log (and the output of its Slurm job); with --r
 --arm those of ranks, each line behind `<gang>/rank-<number> | ` where there are several."""
 EVERY = -1  # --rank all
 POLL_S = 0.5
+QUIET_S, SELDOM_S = (
+    10.0,
+    120.0,
+)  # of silence, before Slurm is asked for the first time; at most between questions
 INTERRUPTED = 130
 _LOG = re.compile(r"(rank-(?P<rank>\d+)|node(-\d+)?)\.log")
 
@@ -38,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser("logs", "NAME [CELL] [--rank N|all] [--arm base|candidate] [--follow]", HELP)
     parser.add_argument("--rank", type=_rank, metavar="N|all", help="of this rank, or driver and all ranks")
     parser.add_argument("--arm", choices=ARMS, help="only gangs of this arm; alone: all its ranks")
-    parser.add_argument("--follow", action="store_true", help="go on until the attempt has its result")
+    parser.add_argument(
+        "--follow", action="store_true", help="go on until the attempt has its result, or its job is over"
+    )
     options, store, names = parser.read(arguments)
     if not names:
         raise UsageError("logs needs the name of a run; `runs` lists them.")
@@ -145,13 +152,61 @@ class Logs:
                 yield name, line.decode(errors="replace")
 
 
+class FollowedJob:
+    """The job of an attempt, which may end without a result. Slurm is asked only while nothing is written, ever more
+    seldom, and believed when it has said for `cluster.lost_after_s` that the job is over."""
+
+    def __init__(self, logs: Logs) -> None:
+        self._logs = logs
+        self._is_over = False  # says the last answer
+        self.is_heard()
+
+    def is_heard(self) -> None:
+        """Something was written."""
+        self._pause = QUIET_S
+        self._next = time.monotonic() + self._pause
+
+    def ended(self) -> str:
+        """How the job ended without a result; "" while it may go on, and where Slurm cannot be asked."""
+        if self._logs.cell["cluster"]["kind"] != "slurm" or time.monotonic() < self._next:
+            return ""
+        said = self._ask()
+        if said and self._is_over:
+            return said
+        self._is_over = bool(said)
+        grace = float(self._logs.cell["cluster"]["lost_after_s"])
+        self._pause = min(2 * self._pause, SELDOM_S)
+        self._next = time.monotonic() + (grace if said else self._pause)
+        return ""
+
+    def _ask(self) -> str:
+        """A sentence about a job that is over, else ""."""
+        task = Book(self._logs.store).task(self._logs.attempt)
+        if task is None or task.batch.job is None or task.id is None:
+            return ""
+        try:
+            state = slurm.survey([task.batch.job]).state(task.id)
+        except slurm.SlurmError:
+            return ""  # this machine is no client of it, or it does not answer now
+        if state is not None and not state.is_finished:
+            return ""
+        says = f"says {state.state}" if state is not None else "does not know it any more"
+        return (
+            f"job {task.id} is over (Slurm {says}) and left no result; resume the run to try the cell again"
+        )
+
+
 def _show(logs: Logs, follow: bool, out: TextIO) -> None:
     """Writes lines as they come, to the attempt's end where it is followed; says how it ended beside them."""
     is_alone, has_written = not follow and len(logs.files()) == 1, False
+    job = FollowedJob(logs)
     while True:
-        ended = _ended(logs)  # asked first: what was written before is read below
+        ended = _ended(logs) or (
+            job.ended() if follow else ""
+        )  # asked first: what was written before is read below
         for name, line in logs.new(complete=follow and not ended):
             has_written = True
+            job.is_heard()
             out.write(f"{line}\n" if is_alone else f"{name} | {line}\n")
         out.flush()
         if ended or not follow:

@@ -1,11 +1,13 @@
 """The verb `logs`: the driver, one rank, all of them, while they write; of the attempt and cell that were meant."""
 
+import functools
+import itertools
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,9 +17,11 @@ from slurm_runs import Run, apart_fixture, run_fixture, store_fixture  # noqa: F
 from test_cli import orchestrate
 
 from orchestrator.cell import references
+from orchestrator.cluster import slurm
 from orchestrator.cluster.jobs import Book
 from orchestrator.provenance import checkout
 from orchestrator.store import write_json
+from orchestrator.verbs import logs as verb
 
 Capture = pytest.CaptureFixture[str]
 
@@ -193,3 +197,33 @@ def test_it_can_be_left_at_any_time(number: signal.Signals | None, written: Run)
         assert following.wait(60) == (130 if number is not None else 141)
         assert following.stderr is not None
         assert following.stderr.read() == ""
+
+
+def test_a_job_that_died_without_a_result_is_not_waited_for(
+    written: Run, cluster: Cluster, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm is asked when nothing is written, seldom, and once more when it has said that the job is over."""
+    monkeypatch.setattr(verb, "POLL_S", 0.05)
+    monkeypatch.setattr(verb, "QUIET_S", 0.1)
+    cell = written.experiment.cells[written.names[0]]
+    cell["cluster"]["lost_after_s"] = 0.3
+    asked: list[float] = []
+
+    def die(survey: Callable[[Sequence[str]], slurm.Survey], jobs: Sequence[str]) -> slurm.Survey:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            raise slurm.SlurmError("squeue failed")
+        if len(asked) == 4:
+            cluster.change("100", states=["FAILED", "RUNNING", "RUNNING"])
+        return survey(jobs)
+
+    monkeypatch.setattr(slurm, "survey", functools.partial(die, slurm.survey))
+    cluster.change("100", states=["RUNNING"] * 3)
+    began = time.monotonic()
+    logs_of = verb.Logs(written.store, cell, written.attempt(), None, None)
+    verb._show(logs_of, True, sys.stdout)
+    assert "job 100_0 is over (Slurm says FAILED) and left no result" in capsys.readouterr().err
+    pauses = [after - before for before, after in itertools.pairwise([began, *asked])]
+    least = [0.1, 0.2, 0.4, 0.8, 0.3]
+    assert len(pauses) == len(least)
+    assert all(pause >= wanted for pause, wanted in zip(pauses, least, strict=True))
