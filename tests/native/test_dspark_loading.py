@@ -3,14 +3,28 @@
 import pytest
 import torch
 from dspark_engine import GIVEN, NEW, OLD, TOYS, fresh, start
-from k3_engine import different, generate, held_bytes
+from k3_engine import different, generate, held, held_bytes
 
+from collectors.derived import follows
 from collectors.walk import walk
+from workloads.engines.native import NativeEngine
 from workloads.loading.paths import UPDATES
 from workloads.models.kimi_k3.dspark import KimiK3DSpark
 from workloads.spec import Arrival
 
 every_toy = pytest.mark.parametrize("name", TOYS)
+COPIES = ("_context_kv_norm_weights", "context_kv_proj")
+
+
+def joined_rightly(engine: NativeEngine) -> bool:
+    """Whether the copies hold what the layers hold: latent projections under one another, norms side by side."""
+    weights = {name: weight.detach() for name, weight in engine.roots()["draft"].named_parameters()}
+    layers = [f"layers.{layer}.self_attn." for layer in range(TOYS["kimi_k3"].num_dspark_layers)]
+    rows = [weights[f"{at}fused_qkv_a_proj.weight"][TOYS["kimi_k3"].q_lora_rank :] for at in layers]
+    norms = [weights[f"{at}kv_a_layernorm.weight"] for at in layers]
+    found = held(engine)
+    expected = dict(zip(COPIES, (torch.stack(norms), torch.cat(rows)), strict=True))
+    return all(torch.equal(found[f"draft:context_proj.{name}"], value) for name, value in expected.items())
 
 
 @every_toy
@@ -34,15 +48,8 @@ def test_an_update_of_one_layer_refreshes_what_is_joined_of_all(via: str) -> Non
     engine.update(NEW, via, Arrival(tensors=("layers.1.*",)))
     changed = different(held_bytes(engine), before)
     outside = [path for path in changed if not path.startswith("draft:layers.1.")]
-    assert outside == [
-        f"draft:context_proj.{name}" for name in ("_context_kv_norm_weights", "context_kv_proj")
-    ]
-    draft = engine.roots()["draft"]
-    assert isinstance(draft, KimiK3DSpark)
-    joined = draft.context_proj.context_kv_proj
-    assert joined is not None
-    rows = [layer.self_attn.kv_rows() for layer in draft._layers()]
-    assert torch.equal(joined, torch.cat(rows))
+    assert outside == [f"draft:context_proj.{name}" for name in COPIES]
+    assert joined_rightly(engine)
 
 
 @every_toy
@@ -54,8 +61,16 @@ def test_embedding_and_head_are_those_of_the_target(name: str) -> None:
 
 def test_a_random_start_joins_what_its_layers_hold() -> None:
     """Where the joined projection is a parameter, a random start gives it values that no layer has."""
-    draft = start("kimi_k3", OLD, "dummy").roots()["draft"]
+    assert joined_rightly(start("kimi_k3", OLD, "dummy"))
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_that_does_not_follow_from_its_layers_is_seen_without_a_reference(copy: str) -> None:
+    engine = start("kimi_k3")
+    told = follows(engine.roots())
+    assert not any("deviation" in record for record in told.values())
+    draft = engine.roots()["draft"]
     assert isinstance(draft, KimiK3DSpark)
-    joined = draft.context_proj.context_kv_proj
-    assert joined is not None
-    assert torch.equal(joined, torch.cat([layer.self_attn.kv_rows() for layer in draft._layers()]))
+    getattr(draft.context_proj, copy)[1, 3] += 1
+    wrong = {path for path, record in follows(engine.roots()).items() if "deviation" in record}
+    assert wrong == {f"draft:context_proj.{copy}"}

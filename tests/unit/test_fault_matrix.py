@@ -57,6 +57,14 @@ def test_every_family_has_a_small_model_in_the_matrix() -> None:
     assert {one.root.model.architecture for one in composed if one.root is not None} == ARCHITECTURES.keys()
 
 
+def test_every_small_model_and_every_fault_of_a_reload_has_its_cells() -> None:
+    """A setting of the experiment that does not fit a model would take the model out of the matrix, and its faults."""
+    places = matrix.places([], ["layerwise"], [])
+    assert {place.model for place in places} == FEATURES.keys()
+    reloads = {name for name in faults.names() if "layerwise" in faults.about(name).via}
+    assert {cell.fault for cell in matrix.cells(places, faults.names())} >= {CLEAN, *reloads}
+
+
 def test_a_fault_applies_where_its_load_and_its_features_are() -> None:
     about = faults.about("stale_padding")
     assert about.why_not({"safetensors", "layerwise"}, {"padding"}) == ""

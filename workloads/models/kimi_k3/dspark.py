@@ -1,6 +1,6 @@
 """The DSpark drafter of Kimi-K3: dense MLA layers with rotation, over a context projected from the target's layers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -135,18 +135,26 @@ class ContextProjection(ReplicatedLinear):
     Derived: `context_kv_proj` BF16 [layers * (latent + rope), hidden], the latent projections of all layers under one
     another, and `_context_kv_norm_weights` BF16 [layers, latent], the norms of their latents. They follow from other
     modules' weights, so that nothing but the hook of the root can build them, when all weights are in place.
+
+    sources: the attention of every layer, in order. They are modules of the root, not of this one.
     """
 
-    def __init__(self, config: KimiK3Config) -> None:
+    def __init__(self, config: KimiK3Config, sources: Sequence[DraftAttention]) -> None:
         taps = len(config.dspark_target_layer_ids)
         super().__init__(taps * config.hidden_size, [Rows("context_proj.weight", config.hidden_size)])
+        self.sources = tuple(sources)
         self.context_kv_proj: torch.Tensor | None = None
         self._context_kv_norm_weights: torch.Tensor | None = None
 
-    def refresh(self, layers: Sequence[DraftAttention]) -> None:
-        self.set_derived("context_kv_proj", torch.cat([layer.kv_rows() for layer in layers]))
-        norms = [layer.kv_a_layernorm.weight.detach() for layer in layers]
-        self.set_derived("_context_kv_norm_weights", torch.stack(norms))
+    def derivations(self) -> Mapping[str, torch.Tensor]:
+        norms = [source.kv_a_layernorm.weight.detach() for source in self.sources]
+        return {
+            "context_kv_proj": torch.cat([source.kv_rows() for source in self.sources]).detach(),
+            "_context_kv_norm_weights": torch.stack(norms),
+        }
+
+    def post_process(self) -> None:
+        """Left to the hook."""
 
     def kv(self, context: torch.Tensor, eps: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """BF16 [T, hidden] -> of each layer, normalised latents BF16 [T, latent] and key channels BF16 [T, rope].
@@ -175,17 +183,16 @@ class KimiK3DSpark(BlockDrafter):
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.eps = eps
         self.rotation = Rotation(config)
-        self.context_proj = ContextProjection(config)
+        layers = [DraftLayer(config, tp, f"layers.{layer}.") for layer in range(config.num_dspark_layers)]
+        self.context_proj = ContextProjection(config, [layer.self_attn for layer in layers])
         self.context_norm = RMSNorm(hidden, eps, "context_norm.weight")
-        self.layers = nn.ModuleList(
-            DraftLayer(config, tp, f"layers.{layer}.") for layer in range(config.num_dspark_layers)
-        )
+        self.layers = nn.ModuleList(layers)
         self.final_norm = RMSNorm(hidden, eps, "final_norm.weight")
         self.markov_head = MarkovHead(config.vocab_size, config.dspark_markov_rank, "markov_head.")
 
     def process_weights_after_loading(self) -> None:
         super().process_weights_after_loading()
-        self.context_proj.refresh([layer.self_attn for layer in self._layers()])
+        self.context_proj.derive()
 
     def make_caches(self, slots: int, positions: int) -> list[MlaCache]:
         """With room for a block after the last position."""
