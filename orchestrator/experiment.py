@@ -171,6 +171,7 @@ def judge(store: Store, folder: Path, out: Console) -> int:
         if result["error"] is not None:
             return result  # it ended without records to judge
         judged = judge_attempt(cell, attempt, store.reference_dirs(cell))
+        judged |= {key: result[key] for key in ("seconds", "starts")}  # the driver's, who saw all gangs
         write_json(attempt / RESULT, judged)
         return judged
 

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.table import Table
 
 from orchestrator.gangs.signs import slowest_rank
+from orchestrator.judge.sentences import ranks_text
 from workloads.spec import GangSpec
 
 Record = Mapping[str, Any]
@@ -80,7 +81,7 @@ class Board:
         state.ended = max(state.ended, record["time"])
         if state.done < gang.ranks:
             return None
-        return f"{name}: done by {gang.ranks} ranks in {state.ended - state.begun:.1f} s"
+        return f"{name}: done by {ranks_text(gang.ranks)} in {state.ended - state.begun:.1f} s"
 
     def __rich__(self) -> Table:
         table = Table("gang", "step", "ranks done", "elapsed", "slowest", box=None, pad_edge=False)

@@ -13,7 +13,7 @@ from orchestrator.judge.coverage import Coverage
 from orchestrator.judge.diagnose import Cause
 from orchestrator.judge.findings import Ledger
 from orchestrator.judge.records import Problem, Reader
-from orchestrator.judge.sentences import rank_list
+from orchestrator.judge.sentences import rank_list, ranks_text
 from orchestrator.judge.tensor_rules import RULES, TensorJudge
 from orchestrator.judge.wording import tally_outcome
 
@@ -25,10 +25,12 @@ class ArmJudge:
 
     def __init__(self, attempt: Attempt, arm: Arm, ledger: Ledger) -> None:
         self._attempt, self._arm, self._ledger = attempt, arm, ledger
+        self.name = arm.name
         self._reader = Reader(attempt.folder)
         check_files(attempt, arm, self._reader)
         self._tensors = TensorJudge(attempt, arm, self._reader, ledger)
         self._tensors.run()
+        self.engine = self._tensors.engine
         steps = timings.progress(attempt, arm.folder, self._reader)
         self.loads = timings.loads(attempt, arm, steps)
         self.audits = timings.audits(attempt, arm, steps, self._reader)
@@ -89,7 +91,7 @@ class ArmJudge:
     # Gates ---------------------------------------------------------------------------------------------
 
     def _records(self) -> Outcome:
-        expected = f"whole records of {self._attempt.ranks} ranks and of every step"
+        expected = f"whole records of {ranks_text(self._attempt.ranks)} and of every step"
         problems = self._reader.problems
         if problems:
             more = f" ({len(problems)} problems in all)" if len(problems) > 1 else ""

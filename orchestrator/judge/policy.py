@@ -10,6 +10,7 @@ import orjson
 from orchestrator.judge.arm import ArmJudge
 from orchestrator.judge.attempt import CRASH, Attempt, open_attempt
 from orchestrator.judge.findings import Ledger
+from orchestrator.judge.versions import versions
 
 Json = dict[str, Any]
 
@@ -40,6 +41,7 @@ def judge_attempt(cell: Mapping[str, Any], attempt_dir: Path, references: Mappin
         "layout": dict(parallelism),
         "seconds": max(end for _, end in walls) - min(start for start, _ in walls) if walls else 0.0,
         "starts": sum(load["do"] == "start" for arm in arms for load in arm.loads),
+        "versions": versions(cell["code"], {arm.name: arm.engine for arm in arms}),
         "references": sorted({path.name for path in references.values()}),
         "error": arms[0].error(),
         "evidence": {

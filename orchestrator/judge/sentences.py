@@ -32,6 +32,11 @@ def rank_list(ranks: Iterable[int], limit: int = 6) -> str:
     return f"ranks {shown}" + (f" and {len(numbers) - limit} more" if len(numbers) > limit else "")
 
 
+def ranks_text(count: int) -> str:
+    """`1 rank`, `16 ranks`."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
 def example(cause: "Cause") -> str:
     """`E.g. rank 3, target:….weight [experts.5.w1]: now 1a2b3c4d, before 1a2b3c4d, expected 9f8e7d6c; why.`"""
     is_whole = cause.part.endswith(cause.path.rpartition(":")[2])

@@ -36,7 +36,8 @@ class Tally:
 
 
 class TensorJudge:
-    """All tensor checks of one arm. After `run`: `tallies` by check name, `coverage` by observation."""
+    """All tensor checks of one arm. After `run`: `tallies` by check name, `coverage` by observation, and `engine`,
+    name and release of a foreign engine, "" of our own."""
 
     def __init__(self, attempt: Attempt, arm: Arm, reader: Reader, ledger: Ledger) -> None:
         self.attempt, self.arm, self.reader, self.ledger = attempt, arm, reader, ledger
@@ -53,6 +54,7 @@ class TensorJudge:
         self._replicas: dict[str, list[Prints]] = {name: [] for name in self.observations}
         self._audits: dict[str, Audit | None] = {}
         self._rank = 0
+        self.engine = ""
 
     def run(self) -> None:
         with collector_paused():
@@ -99,6 +101,8 @@ class TensorJudge:
     def _cover(self, name: str, audit: Audit) -> None:
         """Adds to the totals of an observation, and names what has no class."""
         self.coverage[name].add(audit)
+        if engine := audit.header.get("engine"):
+            self.engine = f"{engine['name']} {engine['version']}"
         if not audit.tensors:  # a rank whose records are not whole may hold what seems to be lacking
             self._holdings[name] = None
         if (holdings := self._holdings[name]) is not None:

@@ -4,7 +4,7 @@ from collections import Counter
 
 from orchestrator.judge.answers import Outcome
 from orchestrator.judge.attempt import Attempt
-from orchestrator.judge.sentences import rank_list
+from orchestrator.judge.sentences import rank_list, ranks_text
 from orchestrator.judge.tensor_rules import Tally
 
 _FORM = ("differs", "dtype", "layout", "missing", "extra", "vacuous", "unclassified", "alias_broken")
@@ -43,7 +43,7 @@ def tally_outcome(tally: Tally, attempt: Attempt) -> Outcome:
     if tally.counts["unverifiable"]:
         text = f"{tally.counts['unverifiable']} parts record neither what they should be nor a constant"
         return Outcome("INCONCLUSIVE", expected, text, counts)
-    return Outcome("PASS", expected, f"all of {looked_at:,} {noun}, {attempt.ranks} ranks", counts)
+    return Outcome("PASS", expected, f"all of {looked_at:,} {noun}, {ranks_text(attempt.ranks)}", counts)
 
 
 def _forms(counts: Counter[str]) -> str:

@@ -41,6 +41,8 @@ def html(verdict: Json, store: str = "../..") -> str:
         caveats=shared.caveats(verdict),
         left_out=shared.left_out(verdict),
         starts=shared.starts_text(verdict),
+        versions=shared.versions_text(verdict),
+        speeds=shared.speeds_text(verdict),
         has_base=shared.has_base(verdict),
         cells=[_cell(row, store) for row in found],
     )

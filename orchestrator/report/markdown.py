@@ -20,8 +20,10 @@ from orchestrator.report.rows import (
     left_out,
     reproduction,
     rows,
+    speeds_text,
     starts_text,
     undecided,
+    versions_text,
 )
 
 _MARKS = {"PASS": "✅", "FAIL": "❌", "ERROR": "💥", "INCONCLUSIVE": "❔", "NOT_RUN": "➖"}
@@ -43,7 +45,13 @@ def _lines(verdict: Json) -> Iterator[str]:
     yield f"{counts_text(verdict['counts'])}." + (f" All cells: {_escape(common)}." if common else "")
     yield ""
     if has_base(verdict):
+        for text in versions_text(verdict):
+            yield f"{_escape(text)}."
+            yield ""
         yield from _before_and_after(verdict, found)
+        for text in speeds_text(verdict):
+            yield f"{_escape(text)}."
+            yield ""
     yield from _numbers(verdict, found)
     if total := starts_text(verdict):
         yield f"{total}."

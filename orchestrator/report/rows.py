@@ -89,10 +89,36 @@ def left_out(verdict: Json) -> list[str]:
     for row in rows(verdict):
         for note in coverage_notes(row.cell):
             cells.setdefault(note, []).append(row.name)
+    return _with_names(verdict, cells)
+
+
+def versions_text(verdict: Json) -> list[str]:
+    """What base and candidate are, each pair once, with the cells that it is about where not all are."""
+    cells: dict[str, list[str]] = {}
+    for row in rows(verdict):
+        told = row.cell.get("versions") or {}  # of old results nobody knows
+        if told:
+            text = "; ".join(f"{name}: {version}" for name, version in told.items())
+            cells.setdefault(text, []).append(row.name)
+    return _with_names(verdict, cells)
+
+
+def speeds_text(verdict: Json) -> list[str]:
+    """Throughput of the cells with a base, which nothing else in a table says."""
+    cells: dict[str, list[str]] = {}
+    for row in rows(verdict):
+        for check in informative(row.cell) if base_verdict(row.cell) != "NOT_RUN" else ():
+            if check["rule"] == "throughput":
+                cells.setdefault(f"{check['name']}: {check['observed']}", []).append(row.name)
+    return _with_names(verdict, cells)
+
+
+def _with_names(verdict: Json, cells: Mapping[str, Sequence[str]]) -> list[str]:
+    """Texts, with the names of their cells where they are not about all."""
     everywhere = len(verdict["cells"])
     return [
-        note if len(names) == everywhere else f"{note} (in {', '.join(names)})"
-        for note, names in cells.items()
+        text if len(names) == everywhere else f"{text} (in {', '.join(names)})"
+        for text, names in cells.items()
     ]
 
 

@@ -26,8 +26,10 @@ from orchestrator.report.rows import (
     left_out,
     reproduction,
     rows,
+    speeds_text,
     starts_text,
     undecided,
+    versions_text,
 )
 
 MAX_WIDTH = 100
@@ -56,7 +58,11 @@ def print_table(verdict: Json, file: TextIO, width: int | None = None) -> None:
         console.print(Text("all cells: " + ", ".join(f"{k} {v}" for k, v in common.items()), style="dim"))
     console.print(_table(found, label_keys(verdict)))
     if has_base(verdict):
+        for text in versions_text(verdict):
+            console.print(Text(f"{text}."))
         console.print(_before_and_after(found))
+        for text in speeds_text(verdict):
+            console.print(Text(f"{text}."))
     if len(found) > 1 and (total := starts_text(verdict)):
         console.print(Text(f"{total}.", style="dim"))
     for row in found:

@@ -278,11 +278,13 @@ def test_judging_again_uses_the_records(
 ) -> None:
     assert orchestrate(store, "cluster.memory_gb=2") == 0
     [attempt] = driver.attempts
-    seen = []
+    seen, before = [], store.result(attempt)
+    assert before is not None
 
     def stricter(cell: Any, folder: Path, references: dict[str, Path]) -> dict[str, Any]:
         seen.append((folder, set(references)))
-        return {**json.loads((folder / "result.json").read_text()), "verdict": "FAIL"}
+        records_know = {"verdict": "FAIL", "starts": before["starts"] + 1, "seconds": 0.0}
+        return {**json.loads((folder / "result.json").read_text()), **records_know}
 
     monkeypatch.setattr(experiment, "judge_attempt", stricter)
     assert orchestrate(store, "judge", "adhoc") == 1
@@ -290,4 +292,5 @@ def test_judging_again_uses_the_records(
     result = store.result(attempt)
     assert result is not None
     assert result["verdict"] == "FAIL"
+    assert (result["starts"], result["seconds"]) == (before["starts"], before["seconds"])
     assert orchestrate(store, "report", "adhoc") == 1
