@@ -27,9 +27,8 @@ _SHOWN = frozenset(
 )  # fmt: skip
 _STARTS = {"safetensors": "safetensors", "dummy": "dummy"}
 _UPDATES = ("reload", "iterator", "transfer")
-_PLAIN = re.compile(
-    r"(target|draft):(\w+(?:\.\w+)*)"
-)  # what attributes lead to; not into closures and kernels
+#: What attributes lead to, where the last one may be a layer's function whose kernel has packed the weight.
+_SEEN = re.compile(r"(target|draft):(\w+(?:\.\w+)*)(\.<closure handler>\.<packed>)?")
 _MODEL = {"target": "get_model", "draft": "get_draft_model"}
 
 _SCRIPT = Template("""\
@@ -51,7 +50,7 @@ class Probe:
             value = getattr(value, step, None)
         if value is None:
             return "absent", ""
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+${packed}        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return hashlib.sha256(data.numpy()).hexdigest()[:16], hex(value.data_ptr())
     def repro_iterate(self, folder):
         files = sorted(glob.glob(folder + "/*.safetensors"))
@@ -73,9 +72,19 @@ if __name__ == "__main__":
     for rank, name in [(rank, name) for rank in range(len(held)) for name in NAMES]:
         before, now, owed = (one[rank][name] for one in (started, held, fresh))
         same = "same" if now[0] == owed[0] else "DIFFERS"
-        print(f"rank {rank} {name}: observed {now[0]} expected {owed[0]} {same}, moved: {before[1] != now[1]}")
+        moved = "moved" if before[1] != now[1] else "not moved"
+        print(f"rank {rank} {name}: before {before[0]} observed {now[0]} expected {owed[0]}: {same}, {moved}")
     print("greedy tokens and log-probabilities:", "same" if answer == expected else "DIFFER")
 """)
+
+_PACKED = """\
+        # The kernel of a linear layer has packed its weight: times the identity it tells which one.
+        kernel = inspect.getclosurevars(value).nonlocals.get("handler") if inspect.isfunction(value) else None
+        if kernel is not None:
+            identity = torch.eye(kernel.k, dtype=next(self.get_model().parameters()).dtype)
+            weight = value(identity, None, None).t().contiguous().view(torch.uint8)
+            return hashlib.sha256(weight.numpy()).hexdigest()[:16], "in its kernel"
+"""
 
 
 def reproduction(
@@ -152,9 +161,10 @@ def _against_base(cell: Json, finding: Json) -> bool:
 def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
     steps = _steps(cell, finding)
     moment = timeline(cell["load_path"]["steps"]).get(finding["observation"])
-    matches = [match for path in (finding["path"], *finding["paths"]) if (match := _PLAIN.fullmatch(path))]
+    matches = [match for path in (finding["path"], *finding["paths"]) if (match := _SEEN.fullmatch(path))]
     root = matches[0][1] if matches else "target"
     names = list(dict.fromkeys(match[2] for match in matches if match[1] == root))
+    packed = any(match[3] for match in matches if match[1] == root)
     fingerprints = " ".join(finding["detail"].partition(" E.g. ")[2].split())
     where = f"{finding['code']}, {rank_list(finding['ranks'])}, {finding['path'] or 'generations'}"
     loaded = dict.fromkeys(step["checkpoint"] for step in steps)
@@ -167,7 +177,8 @@ def _script(cell: Json, finding: Json, dirs: Mapping[str, str]) -> str:
         names=repr(names),
         model=_MODEL[root],
         arguments=repr(told),
-        transfer=TRANSFER if transfers else "",
+        transfer=("import inspect\n" if packed else "") + (TRANSFER if transfers else ""),
+        packed=_PACKED if packed else "",
         start=repr(dirs[steps[0]["checkpoint"]]),
         load_format=repr(_STARTS[steps[0]["via"]]),
         updates=repr([call for step in steps[1:] for call in _calls(step["via"], dirs[step["checkpoint"]])]),

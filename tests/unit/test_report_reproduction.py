@@ -123,7 +123,18 @@ def test_the_observation_of_the_finding_ends_the_script(tmp_path: Path) -> None:
     assert 'state("/store/it\'s old", "safetensors", [])' in text
 
 
-@pytest.mark.parametrize("path", ["target:model.a.<closure handler>.<packed>", "target:model.cache['k']"])
+def test_what_a_kernel_has_packed_is_asked_of_the_kernel(tmp_path: Path) -> None:
+    cell, judged, attempt = failed(tmp_path)
+    path = "target:lm_head.cpu_linear.<closure handler>.<packed>"
+    judged["findings"][0] |= {"path": path, "paths": [path]}
+    text = script((cell, judged, attempt))
+    ast.parse(text)
+    assert "NAMES = ['lm_head.cpu_linear']" in text
+    assert "import inspect" in text
+    assert "weight = value(identity, None, None).t()" in text
+
+
+@pytest.mark.parametrize("path", ["target:model.a.<closure p>.<packed>", "target:model.cache['k']"])
 def test_what_no_attribute_leads_to_is_seen_by_its_answers(tmp_path: Path, path: str) -> None:
     cell, judged, attempt = failed(tmp_path)
     judged["findings"][0] |= {"path": path, "paths": [path]}
