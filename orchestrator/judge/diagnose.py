@@ -191,6 +191,8 @@ def _part_code(
     tensor = view.observed.find(path)
     if tensor is not None and tensor["nan"]:
         return "uninitialised", "it holds NaN"
+    if part.get("const") is not None and part["nbytes"] > _INDISTINCT_BYTES:
+        return "uninitialised", f"all bytes are {part['const']}, and the checkpoint's are not"
     return "checkpoint_mismatch", ""
 
 

@@ -1,5 +1,7 @@
 """What is particular to loading DSpark drafters: a transaction of their own, joined copies, modules of the target."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from dspark_engine import GIVEN, NEW, OLD, TOYS, fresh, start
@@ -57,6 +59,23 @@ def test_embedding_and_head_are_those_of_the_target(name: str) -> None:
     found = walk(start(name).roots())
     shared = {alias for one in found if one.root == "target" for alias in one.aliases}
     assert {"draft:embed_tokens.weight", "draft:lm_head.weight"} <= shared
+
+
+@every_toy
+def test_a_start_from_processed_tensors_takes_no_module_of_the_target(name: str, tmp_path: Path) -> None:
+    """Else the next update would owe them, and a clean engine have the finding that it left them out."""
+    engine = start(name)
+    engine.spec.saved_dir = str(tmp_path)
+    engine.save(OLD, "tensorizer")
+    again = NativeEngine(engine.spec, 0)
+    again.start(OLD, "tensorizer")
+    again.update(NEW, "layerwise")
+    started, updated = (
+        {e["module"] for e in again.lifecycle.events if (e["root"], e["load"]) == ("draft", load)}
+        for load in (0, 1)
+    )
+    assert started == updated
+    assert different(held_bytes(again), fresh(name, NEW)[0]) == []
 
 
 def test_a_random_start_joins_what_its_layers_hold() -> None:

@@ -118,3 +118,10 @@ def test_a_faulty_sequence_never_passes(rehearsal: Rehearsal, drawn: tuple[str, 
     result = rehearsal.judge(steps, [name])
     assert result["verdict"] in ("FAIL", "ERROR"), (name, steps)
     assert result["findings"], (name, steps)
+
+
+@pytest.mark.parametrize("via", UPDATES)
+def test_a_kernel_object_built_anew_has_moved(via: str, rehearsal: Rehearsal) -> None:
+    steps = observed([Step("start", OLD, "safetensors"), Step("update", NEW, via)])
+    finding, *_ = rehearsal.judge(steps, ["kernel_object_rebuilt"])["findings"]
+    assert finding["code"] == "moved"

@@ -229,6 +229,7 @@ def test_right_parts_in_the_wrong_order(tmp_path: Path) -> None:
         pytest.param(lambda a: a.tensors[fx.W_UV].update(fp=fx.fp("poison"), const=255), id="poison"),
         pytest.param(lambda a: a.tensors[fx.W_UV].update(fp=fx.fp("nan"), nan=True), id="nan"),
         pytest.param(lambda a: a.part(fx.NORM, "weight").update(fp=fx.fp("poison"), const=255), id="part"),
+        pytest.param(lambda a: a.part(fx.NORM, "weight").update(fp=fx.fp("created"), const=0), id="created"),
     ],
 )
 def test_uninitialised_by_content(tmp_path: Path, damage: Callable[[fx.Audit], None]) -> None:

@@ -21,6 +21,7 @@ ABOUT = About(
     via=RELOADS,
     needs=("kernel_state",),
 )
+TRANSFORMED = {"_transformed_l1_weights", "_transformed_l2_weights"}
 
 
 class Fault(LoaderFault):
@@ -35,11 +36,14 @@ class Fault(LoaderFault):
 
     def _forget(self, module: "WeightModule") -> None:
         if self.lifecycle.via in RELOADS and any(module.live(name) is not None for name in module.weights):
-            for name in vars(module).keys() & {"_transformed_l1_weights", "_transformed_l2_weights"}:
+            for name in vars(module).keys() & TRANSFORMED:
                 setattr(module, name, None)
 
     def post_process(self, path: str, module: "WeightModule") -> None:
         super().post_process(path, module)
+        if self.lifecycle.via == "per_expert":  # no loaded layout comes, of which it could be built
+            for name in vars(module).keys() & TRANSFORMED:
+                setattr(module, name, tuple(tensor.clone() for tensor in getattr(module, name)))
         kernel = vars(module).get("kernel")
         if self.lifecycle.via in RELOADS and hasattr(kernel, "gemm1_alpha"):
             rebuilt = copy.copy(kernel)

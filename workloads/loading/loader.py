@@ -79,9 +79,10 @@ class Loader(Steps):
     def serialized(self, saved: ProcessedState) -> UpdateStats:
         """Tensors as post-processing left them, derived ones included. Nothing is loaded, so nothing is processed:
         what the files lack is missing."""
+        own = {path for path, _ in self.root.weight_modules()}  # a drafter's may lack what is its target's
         with _Load(self):
             for path, nbytes in saved.adopt(self.name, self.root):
-                if isinstance(self.root.get_submodule(path), WeightModule):
+                if path in own:
                     self.record("adopt", path)
                 self.stats.nbytes += nbytes
         return self.stats
