@@ -1,5 +1,6 @@
 """The code that an arm's ranks import: its tree as it lies, or made in the store from a commit and files laid over it.
 
+What waits in a queue runs from copies in the store, so that nobody has to leave a checkout alone until it starts.
 Files over the engine's own package go into a copy of the package made of links, which comes before it on the path.
 """
 
@@ -7,6 +8,7 @@ import hashlib
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,9 +17,11 @@ from orchestrator.cell import digest
 from orchestrator.engine_env import package_folder
 from orchestrator.failure import AttemptError
 from orchestrator.store import Store, move_in
-from workloads.source import SOURCES, files_hash, is_source
+from workloads.source import SOURCES, files_hash, files_in, is_source
 
-TREES = "trees"  # folder of the store
+TREES = "trees"  # folder of the store: made trees by their hash
+LAID = "files"  # folder in that one: copies of files that are laid over others, by their SHA-256
+DRIVER = ("orchestrator", *SOURCES, "slurm")  # what a driver runs of its checkout
 
 Laid = Sequence[Mapping[str, Any]]  # of a frozen arm: "at", "file", "sha256", "replaces"
 
@@ -28,31 +32,70 @@ def arm_source(tree: Path, commit: str | None, overlay: Laid) -> str:
     return provenance.source_hash(tree, commit, own)
 
 
+def driver_tree(store: Store) -> Path:
+    """A copy of what a driver runs of this checkout, made where it is not there."""
+    files = dict(files_in(provenance.checkout(), DRIVER))
+    made = store.root / TREES / str(files_hash(files.items()))
+    if not made.is_dir():
+        make_in_place(made, partial(_write, files))
+    return made
+
+
+def keep(arm: Mapping[str, Any], store: Store) -> None:
+    """Copies what an arm runs of this project, and the files laid over its engine, into the store: whoever runs it
+    later does not depend on where they came from. What is no longer as the cell froze it is left alone, and refused
+    where it would run."""
+    made, overlay = store.root / TREES / arm["source"], arm.get("overlay", [])
+    try:
+        laid = _contents([one for one in overlay if not is_source(one["at"])], store)
+        files = {} if made.is_dir() else _files(arm, store)
+    except (AttemptError, provenance.ProvenanceError):
+        return
+    if files and files_hash(files.items()) == arm["source"]:
+        make_in_place(made, partial(_write, files))
+    for content in laid.values():
+        copy = _copy(hashlib.sha256(content).hexdigest(), store)
+        if not copy.is_file():
+            make_in_place(copy.parent, partial(_write, {copy.name: content}))
+
+
+def is_kept(arm: Mapping[str, Any], store: Store) -> bool:
+    return (store.root / TREES / arm["source"]).is_dir()
+
+
 def source_tree(arm: Mapping[str, Any], store: Store) -> Path:
     """The folder whose workloads/ and collectors/ run. Raises AttemptError when they are not what the cell froze."""
-    tree, overlay = Path(arm["path"]), arm.get("overlay", [])
-    own = [one for one in overlay if is_source(one["at"])]
-    if arm["commit"] is not None or own:
-        made = store.root / TREES / arm["source"]
-        if not made.is_dir():
-            files = {**provenance.tree_files(tree, arm["commit"]), **_contents(own)}
-            make_in_place(made, lambda folder: _write(files, folder))
+    tree, made = Path(arm["path"]), store.root / TREES / arm["source"]
+    own = any(is_source(one["at"]) for one in arm.get("overlay", []))
+    if is_kept(arm, store):
+        tree = made
+    elif arm["commit"] is not None or own:
+        files = _files(arm, store)
+        make_in_place(made, partial(_write, files))
         tree = made
     found = files_hash(provenance.tree_files(tree).items())
     if found != arm["source"]:
+        advice = "Remove this copy, which is made again" if tree == made else "Start the experiment again"
         raise AttemptError(
             "code",
             f"{'/ and '.join(SOURCES)}/ of {tree} have changed since the cell was frozen: their hash is "
-            f"{str(found)[:12]}, the cell says {arm['source'][:12]}. Start the experiment again, or restore the files.",
+            f"{str(found)[:12]}, the cell says {arm['source'][:12]}. {advice}, or restore the files.",
         )
     return tree
 
 
-def _contents(overlay: Laid) -> Mapping[str, bytes]:
-    """By place, of files that are still what the cell froze."""
+def _files(arm: Mapping[str, Any], store: Store) -> dict[str, bytes]:
+    """By name, of what an arm runs of this project."""
+    own = [one for one in arm.get("overlay", []) if is_source(one["at"])]
+    return {**provenance.tree_files(Path(arm["path"]), arm["commit"]), **_contents(own, store)}
+
+
+def _contents(overlay: Laid, store: Store) -> Mapping[str, bytes]:
+    """By place, of files that are kept, or still what the cell froze. Raises AttemptError."""
     found = {}
     for one in overlay:
-        file = Path(one["file"])
+        copy = _copy(one["sha256"], store)
+        file = copy if copy.is_file() else Path(one["file"])
         found[one["at"]] = file.read_bytes() if file.is_file() else b""
         if hashlib.sha256(found[one["at"]]).hexdigest() != one["sha256"]:
             raise AttemptError(
@@ -61,6 +104,11 @@ def _contents(overlay: Laid) -> Mapping[str, bytes]:
                 "experiment again, or restore the file.",
             )
     return found
+
+
+def _copy(sha256: str, store: Store) -> Path:
+    """Where a file that is laid over something is kept."""
+    return store.root / TREES / LAID / sha256 / "content"
 
 
 def _write(files: Mapping[str, bytes], folder: Path) -> None:
@@ -89,7 +137,7 @@ def overlaid_package(arm: Mapping[str, Any], python: str, store: Store) -> Path 
             )
     made = store.root / TREES / digest([str(package), [(one["at"], one["sha256"]) for one in overlay]])
     if not made.is_dir():
-        files = _contents(overlay)
+        files = _contents(overlay, store)
         make_in_place(made, lambda folder: _link_around(package, files, folder))
     return made
 

@@ -2,16 +2,16 @@
 
 import hashlib
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 SOURCES = ("workloads", "collectors")  # what runs beside the engine and makes the records
 ENGINE_PACKAGES = ("torch", "numpy", "safetensors", "triton", "deep_gemm", "vllm", "ray")
 
 
-def files_in(tree: Path) -> Iterable[tuple[str, bytes]]:
+def files_in(tree: Path, folders: Sequence[str] = SOURCES) -> Iterable[tuple[str, bytes]]:
     """Names, from the tree on, and contents of the sources as they lie there."""
-    for folder in SOURCES:
+    for folder in folders:
         for path in (tree / folder).rglob("*"):
             if path.is_file() and "__pycache__" not in path.parts:
                 yield path.relative_to(tree).as_posix(), path.read_bytes()

@@ -5,6 +5,7 @@
                                  tasks: [{cell, attempt}, ...]}; the place of a task in the list is its array index
         tasks                    the attempts' folders, one a line, for the script
         script.sh                exactly what sbatch was given
+        code                     link to the copy in the store of the code that its drivers run
         submitted.json           {job, submitted, adopted, removed_variables}; job: "123". Written after sbatch; while
                                  it is missing, the job is found by its comment `refit:<batch>`, or was never submitted
         123_4_0_log.out          what the driver of task 4 wrote
@@ -31,7 +32,7 @@ from typing import Any
 from orchestrator.store import Store, read_json, write_json
 
 JOB, CLAIM = "job.json", "claim.json"
-BATCH, SUBMITTED, SCRIPT, TASKS = "batch.json", "submitted.json", "script.sh", "tasks"
+BATCH, SUBMITTED, SCRIPT, TASKS, CODE = "batch.json", "submitted.json", "script.sh", "tasks", "code"
 COMMENT = "refit:"  # before the batch in a job's comment
 
 
@@ -135,6 +136,7 @@ def write_batch(
     experiment: str,
     attempts: Sequence[Path],
     script: str,
+    code: Path,
     exclude: Sequence[str],
     waits_for: Sequence[str],
     needs: Mapping[Path, Sequence[Mapping[str, str]]],
@@ -143,6 +145,7 @@ def write_batch(
     the other files are of no batch. needs: by attempt."""
     (folder / TASKS).write_text("".join(f"{attempt}\n" for attempt in attempts))
     (folder / SCRIPT).write_text(script)
+    (folder / CODE).symlink_to(code)
     for index, attempt in enumerate(attempts):
         record = {"batch": folder.name, "task": index, "needs": list(needs.get(attempt, ()))}
         write_json(attempt / JOB, record, durable=False)

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cell import Cell, canonical
-from orchestrator.cluster.jobs import COMMENT, TASKS
+from orchestrator.cluster.jobs import CODE, COMMENT, TASKS
 from orchestrator.config.text import seconds
-from orchestrator.provenance import checkout
 
 GRACE_S = 120  # before the time limit, for the driver to stop its gangs and write a typed result
 
@@ -75,13 +74,14 @@ def _parameters(cell: Cell) -> dict[str, Any]:
 
 
 def _command(cell: Cell) -> str:
-    """`exec`, so that the batch step's signals reach the driver and its exit code is the job's."""
+    """`exec`, so that the batch step's signals reach the driver and its exit code is the job's. `-P`, since the job
+    starts where somebody submitted it, which may be a checkout that has changed."""
     python = cell["cluster"]["python"] or sys.executable
-    return f'exec {shlex.join([python, "-u", "-m", "orchestrator.driver"])} "$attempt"'
+    return f'exec {shlex.join([python, "-u", "-P", "-m", "orchestrator.driver"])} "$attempt"'
 
 
 def _setup(cluster: Mapping[str, Any], folder: Path) -> list[str]:
-    path = shlex.quote(str(checkout()))
+    path = shlex.quote(str(folder / CODE))
     return [
         "set -euo pipefail",  # a failing line must end the job, not run it in another environment
         f"mapfile -t attempts <{shlex.quote(str(folder / TASKS))}",

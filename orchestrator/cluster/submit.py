@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator import provenance
-from orchestrator.cell import Cell
+from orchestrator.cell import Cell, digest
 from orchestrator.cluster import quarantine, slurm, upstream
 from orchestrator.cluster.jobs import Batch, Book, Task, new_batch_dir, write_batch
 from orchestrator.cluster.sbatch import script
@@ -17,6 +17,7 @@ from orchestrator.cluster.scheduling import Array, Needs, arrays
 from orchestrator.failure import Failure
 from orchestrator.result import unjudged
 from orchestrator.store import RESULT, Store, StoreError, write_json
+from orchestrator.trees import driver_tree, keep
 
 REFUSED = "refused"  # failure type of attempts whose script sbatch will not take
 MANY_TASKS = 64  # to wait for one by one; of more, whole arrays are waited for
@@ -42,6 +43,9 @@ class Submission:
         wait for them one that says that. Raises SlurmError when Slurm does not answer; what was submitted by then
         stays, and what was written is submitted by the next round."""
         exclude, origin = quarantine.nodes(self.store), provenance.collect()
+        arms = [arm for cell in cells.values() for arm in cell["code"].values() if arm is not None]
+        for arm in {digest(arm): arm for arm in arms}.values():
+            keep(arm, self.store)
         parts = arrays(cells, needs, slurm.array_limit())
         batches: list[Batch | None] = []
         for part in parts:
@@ -104,7 +108,8 @@ class Submission:
             after += [*self.live, *(batch.job for batch in waits_for if batch.job is not None)]
         text = script(first, folder, len(attempts), exclude, sorted(set(after)))
         names = [batch.name for batch in waits_for]
-        write_batch(folder, self.experiment, list(attempts.values()), text, exclude, names, needed)
+        code = driver_tree(self.store)
+        write_batch(folder, self.experiment, list(attempts.values()), text, code, exclude, names, needed)
         batch = self.book.batch(folder.name)
         assert batch is not None
         return batch

@@ -45,6 +45,8 @@ def _silent(expected: Expected, nodes: Nodes) -> Problems:
         if node.stages == least:
             how = f"ended in its check after {least} reports" if least else "did not begin its check"
             text = f"Node {node.name} {how}: see preflight/node.log, and the kernel's log on the node."
+            if not least:
+                text += " It must see the run store, which has the code of the check."
             yield Problem((node.name,), text)
 
 

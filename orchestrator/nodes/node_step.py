@@ -15,6 +15,7 @@ from orchestrator.nodes.node_records import Expected, Problem, read_events
 from orchestrator.provenance import checkout
 from orchestrator.staging import interpreter
 from orchestrator.store import Store, read_json, write_json
+from orchestrator.trees import source_tree
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 FOLDER = "preflight"
@@ -91,12 +92,13 @@ def _expected(cell: Cell, allocation: Allocation | None) -> Expected:
 
 
 def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None) -> GangSet:
-    """Started as gangs are. It runs from this checkout, since an arm's tree may be older than this check."""
+    """Started as gangs are. It runs from this driver's own tree, since an arm's may be older than this check."""
     layout, cluster = Parallelism(**cell["parallelism"]), cell["cluster"]
     steps = [Step("check", name="nodes")]
     spec = GangSpec(FOLDER, str(folder), Model(), layout, Backend(**cell["backend"]), {}, {}, steps)
     nodes = 1 if allocation is None else layout.nodes
-    trees = {arm["path"] for arm in cell["code"].values() if arm is not None and arm["commit"] is None}
+    trees = {source_tree(arm, store) for arm in cell["code"].values() if arm is not None}
+    seen = [store.root, *sorted(tree for tree in trees if not tree.is_relative_to(store.root))]
     options: dict[str, Any] = {
         "nodes": nodes,
         "device": cell["backend"]["device"],
@@ -113,7 +115,7 @@ def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None)
         python=interpreter(cell, "candidate"),
         environment=cluster["env"],
         image=cluster["image"],
-        mounts=[f"{path}:{path}" for path in (store.root, *sorted(trees))] + cluster["mounts"],
+        mounts=[f"{path}:{path}" for path in seen] + cluster["mounts"],
         program=(
             "workloads.preflight",
             *(f"--{name}={value}" for name, value in options.items()),

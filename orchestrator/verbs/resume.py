@@ -14,7 +14,7 @@ from orchestrator.cluster.history import Experiment, lacking, load, renew
 from orchestrator.cluster.slurm import available
 from orchestrator.show import SHORT, console
 from orchestrator.store import Store, StoreError
-from orchestrator.trees import arm_source
+from orchestrator.trees import arm_source, is_kept
 from orchestrator.verbs.arguments import Parser, UsageError, one_name
 
 HELP = """\
@@ -46,7 +46,7 @@ def resume(store: Store, folder: Path, out: Console, watch: bool) -> int:
     missing = dict[str, Cell]()
     for part in (load(store, folder, on_slurm=False), load(store, folder)):
         missing |= {name: part.cells[name] for name in lacking(store, part)}
-    _refuse_changed_code(folder, missing)
+    _refuse_changed_code(store, folder, missing)
     if renewed:
         kinds = Counter(kind or "broken records" for kind in renewed.values())
         said = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
@@ -85,12 +85,13 @@ def _is_ending(store: Store, name: str, is_job: bool) -> bool:
     return is_job or store.holder(name) is not None
 
 
-def _refuse_changed_code(folder: Path, cells: Mapping[str, Cell]) -> None:
+def _refuse_changed_code(store: Store, folder: Path, cells: Mapping[str, Cell]) -> None:
     """Their drivers would refuse to run it, each after its time in the queue."""
     for name, cell in cells.items():
         for arm in filter(None, cell["code"].values()):
             tree = Path(arm["path"])
-            if arm["commit"] is None and arm_source(tree, None, arm.get("overlay", [])) != arm["source"]:
+            is_there = arm["commit"] is not None or is_kept(arm, store)
+            if not is_there and arm_source(tree, None, arm.get("overlay", [])) != arm["source"]:
                 raise UsageError(
                     f"workloads/ or collectors/ of {tree} have changed since {folder.name} was planned, and cell "
                     f"{name[:SHORT]} is of what they were: restore them, or start a new run."

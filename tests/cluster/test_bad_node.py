@@ -1,6 +1,7 @@
 """A node that is unfit, on the real Slurm: found before anything ran, named, avoided, the cell measured elsewhere."""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from orchestrator.cluster import quarantine
 from orchestrator.store import read_json
-from tests.cluster.toy_experiment import Toys, toys
+from tests.cluster.toy_experiment import ROOT, Toys, toys
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("clean")]
 THREE_NODES = "parallelism={tp: 1, dp: 3, ep: 1, nodes: 3, gpus_per_node: 1}"
@@ -21,9 +22,15 @@ def hide(folder: Path, node: str) -> None:
     subprocess.run([*there, "mount", "-t", "tmpfs", "tmpfs", str(folder)], check=True)
 
 
-def test_a_node_without_the_run_store_is_named_and_avoided(tmp_path: Path) -> None:
-    run = Toys(toys(tmp_path, "load_path=cold", "backend.moe_kernel=reference", THREE_NODES), {0: ["check"]})
-    hide(run.store.root, "gb200-1")
+def test_a_node_without_the_cells_is_named_and_avoided(tmp_path: Path) -> None:
+    """Though somebody works on the arm's tree while its jobs wait."""
+    for folder in ("workloads", "collectors"):
+        shutil.copytree(ROOT / folder, tmp_path / "tree" / folder)
+    cell = ["load_path=cold", "backend.moe_kernel=reference", THREE_NODES]
+    run = Toys(toys(tmp_path, *cell, f"code.candidate.path='{tmp_path / 'tree'}'"), {0: ["check"]})
+    hide(run.store.cells, "gb200-1")
+    run.look()
+    shutil.rmtree(tmp_path / "tree" / "workloads")
     run.over(200)
     assert run.ends(0) == ["bad_node", "PASS"]
     first, second = run.store.attempts(run.names[0])

@@ -54,4 +54,4 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Any) -> dict[str,
 
 if __name__ == "__main__":
     driver.measure = measure
-    sys.exit(driver.main(sys.argv[4:]))  # after -u -m orchestrator.driver
+    sys.exit(driver.main(sys.argv[5:]))  # after -u -P -m orchestrator.driver

@@ -20,7 +20,7 @@ from orchestrator.provenance import checkout
 from orchestrator.rules import code_rules
 from orchestrator.show_where import code_lines
 from orchestrator.store import Store
-from orchestrator.trees import arm_source, overlaid_package, source_tree
+from orchestrator.trees import arm_source, is_kept, keep, overlaid_package, source_tree
 
 AT = "workloads/loading/padding.py"
 SMALL = ["load_path=cold", "collect=tensors", "cluster.memory_gb=2"]
@@ -89,6 +89,24 @@ def test_a_file_that_changed_after_the_freeze_is_refused(tree: Path, patched: Pa
     with pytest.raises(AttemptError, match="is gone or has changed"):
         source_tree(arm, Store(tmp_path / "store"))
     assert not list((tmp_path / "store").rglob("*.py"))
+
+
+def test_what_is_kept_runs_whatever_becomes_of_the_tree(tree: Path, patched: Path, tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    plain = frozen(tree)
+    laid = frozen(tree, Overlaid("workloads/a.py", str(patched), sha256(b"value = 'old'\n")))
+    for arm in (plain, laid):
+        keep(arm, store)
+    (tree / "workloads" / "a.py").write_text("half of a new line")
+    patched.unlink()
+    assert (source_tree(plain, store) / "workloads" / "a.py").read_text() == "value = 'old'\n"
+    assert (source_tree(laid, store) / "workloads" / "a.py").read_text() == "value = 'patched'\n"
+    (source_tree(plain, store) / "workloads" / "a.py").write_text("changed\n")
+    with pytest.raises(AttemptError, match=r"have changed since .* Remove this copy, which is made again"):
+        source_tree(plain, store)
+    keep(frozen_late := {**plain, "source": "another"}, store)
+    assert not is_kept(frozen_late, store), "the tree is not what the cell froze"
+    assert {path.name for path in (store.root / "trees").iterdir()} == {plain["source"], laid["source"]}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,9 @@ def test_other_code_than_was_planned_is_refused(run: Run, capsys: Capture) -> No
     assert again(run) == 2
     assert "have changed since" in capsys.readouterr().err
     assert run.count() == [0, 0, 0]
+    (run.store.root / "trees" / "what it was").mkdir(parents=True)
+    assert again(run) == 0, "a copy of what it was is kept in the store"
+    assert run.count() == [1, 1, 1]
 
 
 def test_an_attempt_whose_folder_was_removed_runs_again(cluster: Cluster, run: Run) -> None:

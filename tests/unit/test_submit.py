@@ -1,6 +1,8 @@
 """Submission to the fake Slurm: everything is on disk before, and nothing is submitted twice."""
 
 import os
+import shlex
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +44,28 @@ def test_the_script_is_that_of_the_plan(cluster: Cluster, run: Run) -> None:
     assert task.id == "100_1"
     cell = run.experiment.cells[run.names[0]]
     assert cluster.jobs["100"]["text"] == script(cell, task.batch.folder, 3)
+
+
+def test_a_job_runs_the_code_that_was_submitted(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+    """Not that of the folder that it starts in."""
+    run.look()
+    task = Book(run.store).task(run.attempt())
+    assert task is not None
+    code = task.batch.folder / "code"
+    assert f"export PYTHONPATH='{code}'" in task.batch.script.read_text() or " " not in str(code)
+    other = tmp_path / "orchestrator"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise SystemExit('the wrong one')")
+    words = shlex.split(task.batch.script.read_text().splitlines()[-1])
+    driver = [*words[1 : words.index("orchestrator.driver") + 1], str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": str(code)}
+    done = subprocess.run(driver, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "is missing or not a cell" in done.stderr
+    assert code.resolve().parent == run.store.root / "trees"
+    assert all((code / script).is_file() for script in ("slurm/step.sh", "slurm/ray_step.sh"))
+    source = run.experiment.cells[run.names[0]]["code"]["candidate"]["source"]
+    assert (run.store.root / "trees" / source / "workloads" / "node.py").is_file()
 
 
 def test_inherited_variables_do_not_reach_sbatch(
