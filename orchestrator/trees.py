@@ -60,7 +60,7 @@ def keep(arm: Mapping[str, Any], store: Store) -> None:
 
 
 def is_kept(arm: Mapping[str, Any], store: Store) -> bool:
-    return (store.root / TREES / arm["source"]).is_dir()
+    return (store.root / TREES / str(arm["source"])).is_dir()
 
 
 def source_tree(arm: Mapping[str, Any], store: Store) -> Path:
