@@ -158,13 +158,15 @@ def _part(
 def _part_code(
     view: View, path: str, part: Record, before: Record | None, padding: Collection[float | None]
 ) -> tuple[str, str]:
+    unchanged = before is not None and part["fp"] == before["fp"]
+    if before is not None and unchanged and not is_padding(part) and not is_wrong(before):
+        return "stale", ""
+    if part.get("const") not in (None, POISON) and view.observed.is_blank(path):
+        return "uninitialised", f"all bytes are {part['const']}: nothing was loaded into this module"
     if is_padding(part):
         return ("wrong_layout", _REARRANGED) if part.get("rearranged") else _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
         return "numeric_cast", ""
-    unchanged = before is not None and part["fp"] == before["fp"]
-    if before is not None and unchanged and not is_wrong(before):
-        return "stale", ""
     if part.get("const") == POISON:
         return "uninitialised", "all bytes are 0xFF, the poison of memory that nothing wrote"
     if part.get("const") is not None and part["const"] in padding:

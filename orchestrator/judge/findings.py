@@ -130,12 +130,12 @@ def _unreached(groups: Iterable[Group]) -> dict[int, Group]:
     """Lifecycle groups (by identity) that are consequences, each with its cause: modules that were not processed
     because no new weights reached them. Once found, it also explains the same in later loads, where the old
     weights may even be right."""
-    causes: dict[tuple[str, Member], Group] = {}  # (arm, module on a rank) -> stale weights in it
+    causes: dict[tuple[str, Member], Group] = {}  # (arm, module on a rank) -> weights in it that were left
     skipped = [g for g in groups if g.violation and g.violation.untouched]
-    stale = [g for g in groups if g.code == "stale" and g.slices]
+    left = [g for g in groups if g.code in ("stale", "uninitialised") and g.slices]
     for group in skipped:
         for rank, module in group.members:
-            for other in stale:
+            for other in left:
                 same = other.arm == group.arm and other.observation == group.observation
                 if same and any(r == rank and path.startswith(f"{module}.") for r, path in other.slices):
                     causes[group.arm, (rank, module)] = other

@@ -61,6 +61,7 @@ class Audit:
     unclassified: list[str] = field(default_factory=list)
     unhashed: list[str] = field(default_factory=list)
     _by_alias: dict[str, Record] | None = None
+    _blank: dict[str, bool] | None = None
 
     def find(self, path: str) -> Record | None:
         """The tensor of that path, or the one that lists the path among its aliases."""
@@ -76,6 +77,17 @@ class Audit:
             if path in self.parts:
                 return self.parts[path]
         return {}
+
+    def is_blank(self, path: str) -> bool:
+        """Whether every tensor with parts in the module of this one repeats one byte, as memory does that nothing was
+        loaded into."""
+        if self._blank is None:
+            self._blank = {}
+            for name in self.parts:
+                tensor, module = self.find(name), name.rpartition(".")[0]
+                repeats = tensor is not None and tensor.get("const") is not None
+                self._blank[module] = self._blank.get(module, True) and repeats
+        return self._blank.get(path.rpartition(".")[0], False)
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def cells(at: Iterable[Place], names: Sequence[str]) -> list[MatrixCell]:
         about = faults.about(name)
         able = [place for place in at if not about.why_not(place.via, place.features)]
         faulty += [
-            MatrixCell(name, place, about.expected(place.features))
+            MatrixCell(name, place, about.expected(place.via, place.features))
             for place in at
             if place in _first(able).values()
         ]

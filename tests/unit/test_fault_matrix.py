@@ -137,9 +137,9 @@ def test_pairs_are_every_fault_on_every_model_and_on_every_load_path() -> None:
 
 def test_what_is_found_may_depend_on_the_model() -> None:
     about = faults.about("skip_post_process_on_dummy")
-    assert about.expected({"processed"}) == CRASH
-    assert about.expected({"sinks"}) == "skipped_hook"
-    assert faults.about("stale_padding").expected({}) == "stale_padding"
+    assert about.expected((), {"processed"}) == CRASH
+    assert about.expected((), {"sinks"}) == "skipped_hook"
+    assert faults.about("stale_padding").expected((), {}) == "stale_padding"
 
 
 def test_a_load_path_that_names_the_drafter_needs_one() -> None:

@@ -22,6 +22,8 @@ KINDS = {
 }
 STARTS = ("safetensors", "dummy", "sharded_state", "tensorizer_raw")
 RELOADS = ("layerwise", "direct", "per_expert")
+#: What an update leaves out is stale, but where the weights were discarded there is nothing old to find.
+DISCARDED = {"sleep2": "uninitialised"}
 CRASH = "crash"  # instead of a finding: the attempt ends with the error of a rank
 
 #: Small models by name, and what each has that can go wrong; `tests/native/test_fault_features.py` holds them to it.
@@ -63,7 +65,8 @@ class About:
     `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded
     bytes do not stay as they came). where: what it needs besides for one kind of load.
 
-    without: feature -> what is found instead where the model lacks it.
+    without: feature -> what is found instead where the model lacks it. after: kind of load, or `sleep2`, a sleep that
+    discards the weights -> what is found instead where it comes before.
     """
 
     kind: str
@@ -73,11 +76,13 @@ class About:
     needs: tuple[str, ...] = ()
     where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+    after: Mapping[str, str] = field(default_factory=dict)
 
-    def expected(self, features: Collection[str]) -> str:
-        """What must be found first in a model with these features."""
-        instead = (found for feature, found in self.without.items() if feature not in features)
-        return next(instead, self.finding)
+    def expected(self, via: Collection[str], features: Collection[str]) -> str:
+        """What must be found first where loads go `via` these ways in a model with these features."""
+        instead = [found for feature, found in self.without.items() if feature not in features]
+        instead += [found for way, found in self.after.items() if way in via]
+        return instead[0] if instead else self.finding
 
     def why_not(self, via: Collection[str], features: Collection[str]) -> str:
         """Why the fault changes nothing where loads go `via` these ways and these features are there; else ""."""

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from workloads.faults import LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     import torch
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from workloads.loading.mapping import Destination
     from workloads.loading.weights import ModelRoot, WeightModule
 
-ABOUT = About("D", ("vllm#57795",), "stale", via=("layerwise",), needs=("vectors",))
+ABOUT = About("D", ("vllm#57795",), "stale", via=("layerwise",), needs=("vectors",), after=DISCARDED)
 VECTORS = {"A_log", "dt_bias", "sinks", "attn_sink", "param_sink_key", "param_sink_value"}
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     import torch
@@ -14,6 +14,7 @@ ABOUT = About(
     "stale",
     via=RELOADS,
     needs=("context_copies",),
+    after=DISCARDED,
 )
 
 

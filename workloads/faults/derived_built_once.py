@@ -5,12 +5,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from workloads.loading.weights import WeightModule
 
-ABOUT = About("B", ("vllm#48251", "vllm#56706"), "stale", via=RELOADS, needs=("attributes",))
+ABOUT = About("B", ("vllm#48251", "vllm#56706"), "stale", via=RELOADS, needs=("attributes",), after=DISCARDED)
 
 
 class Fault(LoaderFault):

@@ -3,17 +3,13 @@
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from workloads.loading.loader import Reader, UpdateStats
 
 ABOUT = About(
-    "K",
-    ("vllm#52479", "vllm#46725", "sglang#31674"),
-    "stale",
-    via=RELOADS,
-    needs=("draft",),
+    "K", ("vllm#52479", "vllm#46725", "sglang#31674"), "stale", via=RELOADS, needs=("draft",), after=DISCARDED
 )
 
 

@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from workloads.loading.loader import Reader, UpdateStats
 
-ABOUT = About("M", ("modelexpress#481",), "stale", via=RELOADS)
+ABOUT = About("M", ("modelexpress#481",), "stale", via=RELOADS, after=DISCARDED)
 
 
 class Fault(LoaderFault):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workloads.loading.lifecycle import Lifecycle
     from workloads.loading.weights import ModelRoot
 
-ABOUT = About("G", ("sglang#24655",), "stale", via=RELOADS, needs=("stages",))
+ABOUT = About("G", ("sglang#24655",), "stale", via=RELOADS, needs=("stages",), after=DISCARDED)
 
 
 class Fault(LoaderFault):

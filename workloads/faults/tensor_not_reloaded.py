@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from workloads.loading.loader import Incoming, Reader
 
-ABOUT = About("H", ("trl#6028", "verl#6256"), "stale", via=RELOADS)
+ABOUT = About("H", ("trl#6028", "verl#6256"), "stale", via=RELOADS, after=DISCARDED)
 
 
 class Fault(LoaderFault):

@@ -8,7 +8,7 @@ from workloads.faults._about import About
 if TYPE_CHECKING:
     from workloads.loading.loader import Reader, UpdateStats
 
-ABOUT = About("H", ("vllm#51665",), "stale", via=RELOADS, needs=("tied",))
+ABOUT = About("H", ("vllm#51665",), "stale", via=RELOADS, needs=("tied",), after={"sleep2": "alias_broken"})
 
 
 class Fault(LoaderFault):

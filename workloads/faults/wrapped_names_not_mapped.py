@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from workloads.faults import RELOADS, LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import DISCARDED, About
 
 if TYPE_CHECKING:
     from workloads.loading.loader import Incoming, Reader
 
-ABOUT = About("H", ("verl#7327", "vllm#39934", "trl#2698"), "stale", via=RELOADS, needs=("adapters",))
+ABOUT = About(
+    "H", ("verl#7327", "vllm#39934", "trl#2698"), "stale", via=RELOADS, needs=("adapters",), after=DISCARDED
+)
 
 
 class Fault(LoaderFault):
