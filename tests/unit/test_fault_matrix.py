@@ -142,6 +142,12 @@ def test_what_is_found_may_depend_on_the_model() -> None:
     assert faults.about("stale_padding").expected((), {}) == "stale_padding"
 
 
+def test_what_is_found_may_depend_on_what_was_there_before() -> None:
+    about = faults.about("draft_not_updated")
+    assert about.expected({"safetensors", "layerwise", "sleep1"}, {"draft"}) == "stale"
+    assert about.expected({"safetensors", "layerwise", "sleep2"}, {"draft"}) == "uninitialised"
+
+
 def test_a_load_path_that_names_the_drafter_needs_one() -> None:
     found = matrix.places(["gpt_oss_tiny", "medusa_tiny"], ["draft_apart"], [])
     assert {place.model for place in found} == {"medusa_tiny"}

@@ -137,6 +137,21 @@ def test_weights_of_one_repeated_byte_that_an_update_left(tmp_path: Path, loaded
     assert primary(world, tmp_path, code)["path"] == fx.SCALES
 
 
+@pytest.mark.parametrize(("module", "code"), [(False, "numeric_cast"), (True, "uninitialised")])
+def test_zeros_are_a_cast_of_scales_only_beside_weights(tmp_path: Path, module: bool, code: str) -> None:
+    """Exponents below one are zero as numbers, and so is all of a module that lost its weights, padding included."""
+    world = World()
+    for audit in world.candidate.each("updated"):
+        for path in (fx.SCALES, fx.EXPERTS) if module else (fx.SCALES,):
+            audit.tensors[path]["const"] = 0
+            for part in audit.parts[path].values():
+                part |= {"fp": part["cast"] or fx.fp("zeros"), "const": 0}
+            audit.refresh(path)
+    finding = primary(world, tmp_path, code)
+    if module:
+        assert "all bytes are 0: nothing was loaded into this module" in finding["detail"]
+
+
 def test_derived_tensor_that_does_not_follow_from_right_weights(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated", "repeated", "back"):
