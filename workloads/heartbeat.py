@@ -33,6 +33,17 @@ def beat_file(folder: Path, rank: int) -> Path:
     return folder / f"heartbeat-{rank:05d}"
 
 
+def worker_file(folder: Path, rank: int, pid: int | str) -> Path:
+    """Of the process that an engine has started for one rank. Its pid is told to whoever looks at its stacks."""
+    return folder / f"{beat_file(folder, rank).name}-worker-{pid}"
+
+
+def find_worker(folder: Path, rank: int) -> tuple[Path, int] | None:
+    """File and pid of a rank's worker that beats or did; None where there is none."""
+    path = next(folder.glob(worker_file(folder, rank, "*").name), None)
+    return None if path is None else (path, int(path.name.rpartition("-")[2]))
+
+
 def read(path: Path) -> tuple[int, int] | None:
     """(beats, units of work) as last written; None where there is no such file yet, or it cannot be read now."""
     try:

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 from orchestrator.failure import AttemptError, stacks, tail
 from orchestrator.gangs.signs import Stall, order
+from workloads import heartbeat
 from workloads.stacks import stacks_file
+
+_WAITING = ("/torch/distributed/", "/vllm/distributed/device_communicators/shm_broadcast.py:")
 
 SHOWN_RANKS, SHOWN_PROCESSES, SHOWN_FRAMES, SHOWN_WIDTH = 3, 5, 16, 200  # in a finding; the files hold all
 
@@ -20,6 +23,7 @@ _FRAME = re.compile(
 )
 _SPIED = re.compile(r"^Process (\d+):.*?^Thread \1 [^\n]*\n(.*?)(?=^\S|\Z)", re.MULTILINE | re.DOTALL)
 _THREAD = re.compile(r"^(?:Current )?[Tt]hread .*$", re.MULTILINE)
+_PROCESS = re.compile(r"^(?=process \d+: )", re.MULTILINE)
 _STATE = re.compile(r"^it (.+\(state [DTt]\))$", re.MULTILINE)
 
 
@@ -62,8 +66,9 @@ def place(stack: str) -> str:
 
 
 def _waits(stack: str) -> bool:
-    """Whether the main thread is in a collective: it waits for others."""
-    return any("/torch/distributed/" in frame.where for frame in frames(stack) if frame.is_python)
+    """Whether the main thread is in a collective, or is a worker of vLLM without work: it waits for others."""
+    python = [frame.where for frame in frames(stack) if frame.is_python]
+    return any(mark in where for mark in _WAITING for where in python)
 
 
 def _elsewhere(told: Mapping[int, str], at: Mapping[str, Sequence[int]]) -> Sequence[int]:
@@ -83,7 +88,9 @@ def hang(stall: Stall, exits: Iterable[Mapping[str, Any]], nodes: Mapping[int, i
     that did not answer when stacks were asked for.
     """
     folder, ended = Path(stall.spec.output), {event["rank"]: event for event in exits}
-    told = {rank: _stack(folder, rank, ended.get(rank)) for rank in stall.positions}
+    led = stall.spec.ranks_per_member
+    whole = {rank: _stack(folder, rank, ended.get(rank)) for rank in list(stall.positions)[::led]}
+    told = _by_worker(folder, {rank: whole[rank - rank % led] for rank in stall.positions})
     at: dict[str, list[int]] = defaultdict(list)
     for rank, stack in told.items():
         if stack:
@@ -91,12 +98,13 @@ def hang(stall: Stall, exits: Iterable[Mapping[str, Any]], nodes: Mapping[int, i
     blamed = stall.lifeless or stall.behind or _elsewhere(told, at)
     first = blamed[0] if blamed else min(ended, default=None)
     lost = _lost_nodes(stall, folder, nodes)
+    leader = None if first is None else first - first % led
     return AttemptError(
         "node_lost" if lost else "hang",
         " ".join(_sentences(stall, blamed, at, told)),
         rank=first,
-        node=lost[0] if lost else None,
-        log_tail="" if first is None else tail(folder / f"rank-{first:05d}.log"),
+        node=lost[0] if lost else None if leader is None else nodes.get(leader),
+        log_tail="" if leader is None else tail(folder / f"rank-{leader:05d}.log"),
         stack=_shown({rank: told[rank] for rank in blamed or ([] if first is None else [first])}),
     )
 
@@ -109,6 +117,23 @@ def _stack(folder: Path, rank: int, exit_: Mapping[str, Any] | None) -> str:
     return seen if frames(seen) or not own else _head(seen) + own
 
 
+def _by_worker(folder: Path, told: Mapping[int, str]) -> dict[int, str]:
+    """Of ranks that have a worker, what was seen of it and not of its leader; unless all workers wait for what their
+    leaders tell them to do."""
+    own = {
+        rank: _process(stack, worker[1])
+        for rank, stack in told.items()
+        if (worker := heartbeat.find_worker(folder, rank)) is not None
+    }
+    idle = own and all(stack and _waits(stack) for stack in own.values())
+    return dict(told) if idle else {**told, **{rank: stack for rank, stack in own.items() if stack}}
+
+
+def _process(seen: str, pid: int) -> str:
+    """What is written about one of the processes."""
+    return next((block for block in _PROCESS.split(seen) if block.startswith(f"process {pid}: ")), "")
+
+
 def _head(seen: str) -> str:
     """With the state, which the rank cannot tell."""
     state = _STATE.search(seen)
@@ -117,7 +142,8 @@ def _head(seen: str) -> str:
 
 def _lost_nodes(stall: Stall, folder: Path, nodes: Mapping[int, int]) -> list[int]:
     """A node parent that runs writes stacks, also of ranks that are lifeless."""
-    mute = {rank for rank in stall.lifeless if not stacks_file(folder, rank).exists()}
+    led = stall.spec.ranks_per_member
+    mute = {rank for rank in stall.lifeless if not stacks_file(folder, rank - rank % led).exists()}
     lost = {node for rank, node in nodes.items() if rank in mute}
     alive = {node for rank, node in nodes.items() if rank not in mute}
     return sorted(lost - alive) if alive else []

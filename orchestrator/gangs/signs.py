@@ -73,13 +73,26 @@ def limits_of(policy: Mapping[str, Any]) -> Limits:
 
 @dataclass
 class RankSigns:
-    """moved: when its step or units changed. beat: when it last beat; None before the first time."""
+    """moved: when its step or units changed. beats: when each process that beats for it last did, of those seen."""
 
     moved: float
     position: Position = NOT_BEGUN
-    beat: float | None = None
-    read: tuple[int, int] | None = None  # the heartbeat file as last seen
+    beats: dict[str, float] = field(default_factory=dict)
+    read: dict[str, tuple[int, int]] = field(default_factory=dict)  # each heartbeat file as last seen
     has_ended: bool = False
+
+    @property
+    def beat(self) -> float | None:
+        """Of the process that has been still for longest."""
+        return min(self.beats.values(), default=None)
+
+    def hear(self, process: str, read: tuple[int, int] | None, now: float) -> None:
+        before = self.read.get(process)
+        if read is None or read == before:
+            return
+        if before is None or read[1] != before[1]:
+            self.moved = now
+        self.beats[process], self.read[process] = now, read
 
 
 @dataclass(frozen=True)
@@ -191,15 +204,22 @@ class Signs:
         return range(leader, leader + self.spec.ranks_per_member)
 
     def _feel(self, now: float) -> None:
-        """One look at all heartbeats. A process beats for all ranks that it leads."""
+        """One look at all heartbeats. A process beats for all ranks that it leads, and a worker that it has started
+        for its own one."""
+        folder = Path(self.spec.output)
         for leader in list(self.ranks)[:: self.spec.ranks_per_member]:
-            read = heartbeat.read(heartbeat.beat_file(Path(self.spec.output), leader))
-            for signs in map(self.ranks.__getitem__, self._led(leader)):
-                if read is None or read == signs.read:
-                    continue
-                if signs.read is None or read[1] != signs.read[1]:
-                    signs.moved = now
-                signs.beat, signs.read = now, read
+            read = heartbeat.read(heartbeat.beat_file(folder, leader))
+            for rank in self._led(leader):
+                self.ranks[rank].hear("leader", read, now)
+                if self.spec.ranks_per_member > 1:
+                    self._feel_worker(folder, rank, now)
+
+    def _feel_worker(self, folder: Path, rank: int, now: float) -> None:
+        signs, worker = self.ranks[rank], heartbeat.find_worker(folder, rank)
+        if signs.position == (len(self.spec.steps) - 1, "end"):
+            signs.beats.pop("worker", None)  # its leader ends it
+        elif worker is not None:
+            signs.hear("worker", heartbeat.read(worker[0]), now)
 
     def _lines(self, rank: int) -> Sequence[bytes]:
         path = Path(self.spec.output) / f"progress-{rank:05d}.jsonl"

@@ -15,13 +15,17 @@ pytestmark = pytest.mark.vllm
 CELL = ("model=tiny_llama", "parallelism=single", "backend=vllm_cpu", "collect=vllm", "load_path=vllm_reload")
 HANG_S = 15  # without progress in an update
 
-# Loaded by every Python of a command: in the process that leads the engine it waits for a class and breaks it; in the
-# processes that the engine starts for its workers it hides the code that travels with them.
+# Loaded by every Python of a command: in the process that leads the engine, or in those that the engine starts for its
+# workers, it waits for a class and breaks it, or hides the code that travels with them.
 SITECUSTOMIZE = """
 import os, sys, threading, time
 
-def hangs(self, *args, **kwargs):
-    time.sleep(10_000)
+def hanging(reload_weights):
+    def hangs(self, *args, **kwargs):
+        if self.rank == 1:
+            time.sleep(10_000)
+        reload_weights(self, *args, **kwargs)
+    return hangs
 
 def silent(generate):
     def wrapped(self, *args, **kwargs):
@@ -38,7 +42,7 @@ def harm(kind):
         time.sleep(0.01)
     broken = getattr(sys.modules[module], name)
     if kind == "hang":
-        broken.reload_weights = hangs
+        broken.reload_weights = hanging(broken.reload_weights)
     else:
         broken.generate = silent(broken.generate)
 
@@ -48,10 +52,10 @@ class Blind:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 kind = os.environ.get("REFIT_TEST_HARM")
-if kind == "blind workers":
-    if "--multiprocessing-fork" in sys.orig_argv:
-        sys.meta_path.insert(0, Blind())
-elif kind and "workloads.rank" in sys.orig_argv:
+of_worker = "--multiprocessing-fork" in sys.orig_argv
+if kind == "blind workers" and of_worker:
+    sys.meta_path.insert(0, Blind())
+elif kind == "hang" and of_worker or kind == "silence" and "workloads.rank" in sys.orig_argv:
     threading.Thread(target=harm, args=(kind,), daemon=True).start()
 """
 
@@ -132,10 +136,14 @@ def test_an_architecture_that_the_engine_does_not_know_is_an_error(store: Path, 
     _is_error(outcome, "rank_failed", "Llama9ForCausalLM", "does not know the model's architecture")
 
 
-def test_an_update_that_hangs_is_ended_and_located(store: Path, tmp_path: Path) -> None:
-    outcome = _harmed(store, tmp_path, "hang", f"policy.step_timeouts_s.update={HANG_S}", "rerun=true")
-    _is_error(outcome, "hang", "hangs in step 3 of 10 (update old)")
-    assert "hangs" in outcome.cell["error"]["stack"]
+def test_an_update_that_hangs_in_one_worker_is_ended_and_located(store: Path, tmp_path: Path) -> None:
+    limit = f"policy.step_timeouts_s.update={HANG_S}"
+    outcome = _harmed(store, tmp_path, "hang", "parallelism=tp2_ep1", limit, "rerun=true")
+    _is_error(outcome, "hang", "hangs in step 3 of 10 (update old)", "Behind: ranks 1.", "ranks 1 in hangs")
+    error = outcome.cell["error"]
+    assert error["rank"] == 1
+    assert error["stack"].startswith("rank 1:\n")
+    assert "hangs" in error["stack"]
 
 
 def test_workers_that_cannot_import_the_extension_are_an_error(

@@ -8,6 +8,7 @@ import pytest
 from orchestrator.failure import AttemptError
 from orchestrator.gangs.hangs import SHOWN_FRAMES, SHOWN_WIDTH, frames, hang, place
 from orchestrator.gangs.signs import Position, Stall
+from workloads.heartbeat import worker_file
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 from workloads.stacks import stacks_file
 
@@ -153,6 +154,46 @@ def test_node_is_lost_that_is_lifeless_as_a_whole_and_does_not_answer(
     assert error.failure.type == type_
     if type_ == "node_lost":
         assert error.failure.node == 1
+
+
+def worker(pid: int, *where: str) -> str:
+    """What is written of one process: its main thread's frames, innermost first."""
+    lines = "".join(f"    {one}\n" for one in where)
+    head = f"process {pid}: VLLM::Worker\nit runs or waits (state S)\n"
+    return f'{head}Process {pid}: x\nThread {pid} (idle): "MainThread"\n{lines}\n'
+
+
+IDLE = (
+    "acquire_read (/v/vllm/distributed/device_communicators/shm_broadcast.py:7)",
+    "busy_loop (/v/exec.py:9)",
+)
+LOADS = "reload_weights (/v/worker.py:5)", "busy_loop (/v/exec.py:9)"
+
+
+@pytest.mark.parametrize(
+    ("frames_of", "rank", "inner"),
+    [
+        ({0: IDLE, 1: LOADS}, 1, "reload_weights (/v/worker.py:5)"),
+        ({0: LOADS, 1: IDLE}, 0, "reload_weights (/v/worker.py:5)"),
+        ({0: IDLE, 1: IDLE}, 0, "update (/src/adapter.py:3)"),
+    ],
+)
+def test_hang_in_a_worker_of_a_led_rank_is_told_by_what_the_worker_does(
+    tmp_path: Path, frames_of: dict[int, tuple[str, ...]], rank: int, inner: str
+) -> None:
+    """vLLM's leader waits for both of its workers; where these wait for orders, it is the leader that hangs."""
+    seen = stall(tmp_path, dict.fromkeys(range(2), (1, "start")))
+    seen.spec.backend.engine = "vllm"
+    texts = [worker(70, "update (/src/adapter.py:3)")]
+    for number, where in frames_of.items():
+        worker_file(tmp_path, number, 71 + number).touch()
+        texts.append(worker(71 + number, *where))
+    stacks_file(tmp_path, 0).write_text("\n".join(texts))
+    (tmp_path / "rank-00000.log").write_text("the leader's words\n")
+    error = hang(seen, [exited(0, 0)], {0: 4})
+    assert (error.failure.rank, error.failure.node) == (rank, 4)
+    assert error.failure.stack.splitlines()[:2] == [f"rank {rank}:", f"  {inner}"]
+    assert error.failure.log_tail == "the leader's words"
 
 
 def test_hang_before_the_first_step_has_no_step(tmp_path: Path) -> None:

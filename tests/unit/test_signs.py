@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.gangs.signs import ABSENCE_S, LIFELESS_S, Attention, Limits, Signs
-from workloads.heartbeat import beat_file, read
+from workloads.heartbeat import beat_file, read, worker_file
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 
@@ -153,6 +153,42 @@ def test_process_that_leads_several_ranks_beats_for_all_of_them(tmp_path: Path) 
         gang.wait(5)
     assert gang.signs.stall() is None
     assert all(signs.beat is not None for signs in gang.signs.ranks.values())
+
+
+def test_worker_of_a_rank_shows_whether_that_rank_lives_and_works(tmp_path: Path) -> None:
+    """Its leader only waits for it, and beats all the while."""
+    gang = Gang(tmp_path, Limits(30.0), engine="vllm")
+    workers = {rank: worker_file(tmp_path, rank, 70 + rank) for rank in range(4)}
+
+    def beat(*ranks: int, units: int) -> None:
+        gang.beat(0, 2)
+        for rank in ranks:
+            workers[rank].write_text(f"{gang.beats[0]:020d} {units:020d}\n")
+        gang.wait(5)
+
+    for unit in range(10):
+        beat(0, 1, 2, 3, units=unit)
+        assert gang.signs.stall() is None
+    for _ in range(6):
+        beat(0, 1, 2, units=9)
+    assert gang.signs.lifeless(0.5) == [3]
+    beat(0, 1, 2, units=10)
+    beat(0, 1, 2, units=11)
+    stall = gang.signs.stall()
+    assert stall is not None
+    assert stall.lifeless == [3]
+
+
+def test_worker_may_end_before_its_leader_has_ended(tmp_path: Path) -> None:
+    gang = Gang(tmp_path, Limits(30.0), engine="vllm")
+    worker_file(tmp_path, 1, 71).write_text(f"{1:020d} {1:020d}\n")
+    gang.wait(2)
+    for rank in range(4):
+        gang.step(rank, 2, "end")
+    for unit in range(9):
+        gang.beat(0, 2, units=unit)
+        gang.wait(5)
+    assert gang.signs.stall() is None
 
 
 def test_ranks_that_come_up_late_have_their_time_from_then_on(gang: Gang) -> None:

@@ -4,6 +4,7 @@ vLLM refuses an extension whose names its worker has already, so there is nothin
 """
 
 import logging
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 from collectors.located import LocatedPieces
 from collectors.tensors import TensorAuditor
+from workloads import heartbeat
 from workloads.engines.protocol import Part, Rule
 from workloads.engines.vllm import faults, saved, transfer
 from workloads.engines.vllm.packed import packed_weights
@@ -92,6 +94,10 @@ class AuditExtension:
         )
         self.refit_models, self.refit_rank = models, rank
         self.refit_observer = RankObserver(models, spec, rank, auditor)
+        if spec.ranks_per_member > 1 and spec.backend.url is None:  # a server's worker outlives whoever looks
+            beat = heartbeat.worker_file(Path(spec.output), rank, os.getpid())
+            self.refit_beating = heartbeat.beating(beat)
+            self.refit_beating.__enter__()
         return {"rank": rank, "source": __file__, "imported": IMPORTED}
 
     def refit_tensors(self, observation: str, checkpoint: str) -> None:
