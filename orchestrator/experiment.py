@@ -13,7 +13,17 @@ from rich.markup import escape
 
 from orchestrator.cell import Cell
 from orchestrator.cluster import follow, submit
-from orchestrator.cluster.history import INDEX, Experiment, lacking, load, read_cell, read_history, read_index
+from orchestrator.cluster.attempts import AGAIN, failure_type
+from orchestrator.cluster.history import (
+    INDEX,
+    Experiment,
+    lacking,
+    load,
+    read_cell,
+    read_history,
+    read_index,
+    stands,
+)
 from orchestrator.cluster.jobs import Book
 from orchestrator.config.planning import Plan
 from orchestrator.failure import Failure
@@ -74,8 +84,7 @@ def run(store: Store, folder: Path, out: Console, watch: bool) -> int:
     for number, name in enumerate(local, 1):
         of = " ".join(f"{key}={value}" for key, value in labels[name].items())
         out.print(f"\ncell {number} of {len(local)}, {name[:12]}: {escape(of)}", soft_wrap=True)
-        if not run_here(store, here, name):
-            out.print("another operator has measured or cancelled it meanwhile")
+        _run_cell(store, here, name, out)
     if watch and remote.cells:
         follow.watch(store, remote, plainly(out))
     elif not look.is_over:
@@ -84,6 +93,20 @@ def run(store: Store, folder: Path, out: Console, watch: bool) -> int:
     code = conclude(store, folder, chosen, out)
     _mirror(store, [chosen[name] for name in (*local, *jobs) if name in chosen], out)
     return code
+
+
+def _run_cell(store: Store, here: Experiment, name: str, out: Console) -> None:
+    """On a Ray cluster as often as the budget of its failures allows, as on Slurm; what this machine breaks, it would
+    break again."""
+    if not run_here(store, here, name):
+        out.print("another operator has measured or cancelled it meanwhile")
+        return
+    while here.cells[name]["cluster"]["kind"] == "ray":
+        history = read_history(store, Book(store), name, here.before[name])
+        if stands(store, here, name, history) != AGAIN:
+            return
+        out.print(f"{failure_type(history.results[-1])}: tried again", markup=False)
+        run_here(store, here, name)
 
 
 def bring_on(store: Store, experiment: Experiment, out: Console, tries: int = 3) -> follow.Look:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -172,12 +173,29 @@ def test_busy_nodes_are_waited_for_within_bounds_and_a_stop_is_in_order(
     assert "_hang" in (folder / "1" / "candidate" / "rank-00001.log").read_text()
 
 
-def test_a_cell_passes_on_a_cluster(nodes: RayNodes, folder: Path) -> None:
+def kill_an_actor_of_the_first_attempt(store: Path) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        files = [*store.glob("cells/*/attempt-001/events.jsonl")]
+        lines = [line for file in files for line in file.read_text().splitlines() if '"node_started"' in line]
+        started = [json.loads(line) for line in lines]
+        if len(started) == 2:
+            actor_of(started, 1).kill()
+            return
+        time.sleep(0.1)
+
+
+def test_a_cell_passes_on_a_cluster_that_lost_its_first_attempt(nodes: RayNodes, folder: Path) -> None:
     """From the command line, on two nodes of a cluster that the variable names as it does for Ray's own commands."""
     layout = ["parallelism=tp2", "parallelism.nodes=2", "parallelism.gpus_per_node=1"]
     options = ["model=qwen3_tiny", "load_path=cold", "collect=tensors", "wandb.enabled=false", *layout]
+    killer = threading.Thread(target=kill_an_actor_of_the_first_attempt, args=[folder])
+    killer.start()
     done = orchestrate(folder, "run", "cluster=ray", *options, env={"RAY_ADDRESS": nodes.address})
+    killer.join()
     assert done.verdict.get("verdict") == "PASS", done.output
+    assert done.cell["attempts"] == 2
+    assert "node_lost: tried again" in done.output
     assert not done.left
 
 

@@ -29,6 +29,7 @@ class Driver:
     def __init__(self) -> None:
         self.attempts: list[Path] = []
         self.verdicts: list[str | None] = []
+        self.failure = "rank_failed"  # type of what is no PASS
         self.before: Callable[[Path], None] = lambda attempt: None
 
     def __call__(self, attempt: Path, locks: Sequence[int]) -> int:
@@ -39,7 +40,7 @@ class Driver:
             return -signal.SIGKILL
         cell = read_json(attempt.parent / "cell.json")
         result = unjudged(
-            cell, attempt.parent.name, attempt.name, verdict, Failure("rank_failed", "It broke.")
+            cell, attempt.parent.name, attempt.name, verdict, Failure(self.failure, "It broke.")
         )
         write_json(attempt / "result.json", {**result, **({} if verdict == "ERROR" else {"error": None})})
         return 0
@@ -112,6 +113,25 @@ def test_a_driver_that_dies_leaves_a_typed_error(driver: Driver, store: Store) -
     assert result is not None
     assert result["error"]["type"] == "lost"
     assert "The driver was ended by signal SIGKILL and left no result.json" in result["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "attempts"),
+    [
+        ("node_lost", "ray", 3),
+        ("connection_lost", "ray", 2),
+        ("rank_failed", "ray", 1),
+        ("node_lost", "local", 1),
+    ],
+)
+def test_what_a_ray_cluster_broke_is_tried_again(
+    failure: str, kind: str, attempts: int, driver: Driver, store: Store
+) -> None:
+    """As often as the budget of the failure's type allows; then the next cell has its turn."""
+    driver.failure, driver.verdicts = failure, ["ERROR"] * attempts
+    assert orchestrate(store, *SWEEP, f"cluster={kind}") == 3
+    assert [int(attempt.name[-3:]) for attempt in driver.attempts] == [*range(1, attempts + 1), 1]
+    assert verdict(store)["counts"] == {"ERROR": 1, "PASS": 1}
 
 
 def test_finished_cells_are_reused_and_errors_tried_again(driver: Driver, store: Store) -> None:
