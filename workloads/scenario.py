@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from collectors.generations import gather_generations, read_prompts
-from collectors.records import RecordWriter
+from collectors.kernels import ServesExperts, gather_kernels
+from collectors.records import RecordWriter, rank_file
 from collectors.throughput import gather_throughput
 from workloads.engines.protocol import Engine, Observer, Prompt, UpdateStats
 from workloads.loading.shards import CheckpointError
@@ -87,6 +88,9 @@ class _Player:
                 return None
             case "observe":
                 self.seconds = {collector: self._timed(collector, step.name) for collector in step.collect}
+                if isinstance(self.engine, ServesExperts):  # last, since requests are counted, too
+                    path = rank_file(Path(self.spec.output) / step.name, "kernels", self.rank)
+                    gather_kernels(self.engine, path, self.rank)
                 return None
         raise ValueError(f"Step do={step.do!r} is not one of start, update, sleep, wake, save, observe.")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from collectors.records import rank_file
 from orchestrator.failure import tail
-from orchestrator.judge import answers, lifecycle, timings
+from orchestrator.judge import answers, kernels, lifecycle, timings
 from orchestrator.judge.answers import Outcome
 from orchestrator.judge.attempt import Arm, Attempt, check_files, is_load
 from orchestrator.judge.coverage import Coverage
@@ -43,6 +43,10 @@ class ArmJudge:
         found = [self._entry(check, self._outcome(check)) for check in asked]
         if self._tensors.observations and not any(check["rule"] == "coverage" for check in asked):
             found.insert(0, self._gate("coverage", self._coverage_outcome()))
+        served = kernels.outcomes(self._attempt, self._arm, self._reader, self._ledger)
+        found += [
+            self._entry({"name": name, "rule": "gate", "required": True}, outcome) for name, outcome in served
+        ]
         if any(self._attempt.with_collector(c) for c in ("generations", "gsm8k")):
             found.insert(0, self._gate("tokens", self._tokens()))
         found.insert(0, self._gate("records", self._records()))  # last, when every file has been read

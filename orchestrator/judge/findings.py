@@ -14,7 +14,7 @@ ORDER = (
     "numeric_cast", "wrong_padding_value", "overwritten_by_padding", "stale_padding", "found_elsewhere", "wrong_layout",
     "uninitialised", "stale", "moved",
     "alias_broken", "dtype", "layout", "unheld", "missing", "extra", "vacuous", "unclassified",
-    "replicas_differ", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
+    "invalid_ids", "replicas_differ", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
     "generation_differs",
 )  # fmt: skip
 _RANK_OF = {code: place for place, code in enumerate(ORDER)}

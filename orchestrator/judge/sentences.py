@@ -100,6 +100,15 @@ def _replicas(group: "Group") -> str:
     )
 
 
+def _invalid_ids(group: "Group") -> str:
+    layers = len({path for _, path in group.members})
+    return (
+        f"Tokens chose what is no expert in {layers} layer{'s' if layers > 1 else ''} of `{group.name}` "
+        f"({rank_list(group.ranks)}): such ids are left out like masked ones, so that tokens silently miss experts. "
+        "What routes them, or numbers experts anew, is wrong."
+    )
+
+
 _WHAT: dict[str, Callable[["Group"], str]] = {
     "numeric_cast": lambda g: (
         f"Scales of {_who(g)} were converted as numbers instead of copied as bytes: the E8M0 exponent 2^k became "
@@ -140,6 +149,7 @@ _WHAT: dict[str, Callable[["Group"], str]] = {
     ),
     "vacuous": lambda g: f"{_who(g)} {_verb(g, 'has', 'have')} no bytes that could be compared.",
     "unclassified": _unclassified,
+    "invalid_ids": _invalid_ids,
     "replicas_differ": _replicas,
     "checkpoint_mismatch": lambda g: (
         f"{_who(g)} {_verb(g, 'is', 'are')} not what the checkpoint holds, and {_verb(g, 'matches', 'match')} no "

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from workloads.engines import moe_layers
 from workloads.engines.native import NativeEngine
 from workloads.engines.protocol import Prompt
+from workloads.kernels.moe_choice import Machine
 from workloads.loading.generate import generate_checkpoint
 from workloads.models.deepseek_v4.config import DeepseekV4Config
 from workloads.spec import Backend, Checkpoint, GangSpec, Model, Parallelism, Sampling
@@ -45,7 +47,9 @@ def _parts(engine: NativeEngine, root: str) -> list[tuple[str, torch.Tensor]]:
     return [(f"{p.tensor}[{p.name}]", p.value.cpu().contiguous()) for p in engine.parts(root)]
 
 
-def test_a_gpu_says_what_the_cpu_says(tmp_path: Path) -> None:
+def test_a_gpu_says_what_the_cpu_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same kernel of experts on both, in MegaMoE's layout: that of the GPU rounds otherwise."""
+    monkeypatch.setattr(moe_layers, "machine", lambda device: Machine())
     folder = generate_checkpoint(CONFIG, 0, tmp_path / "checkpoint")
     (said, held), (on_gpu, held_on_gpu) = (served(folder, device) for device in ("cpu", "cuda"))
     assert on_gpu == said

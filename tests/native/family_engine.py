@@ -8,7 +8,8 @@ import torch
 from k3_engine import NEW, OLD
 
 from workloads.engines.native import NativeEngine
-from workloads.kernels.moe import make_moe_kernel
+from workloads.kernels.moe_choice import Machine, choose
+from workloads.kernels.moe_kernels import make_moe_kernel
 from workloads.loading.weights import ModelRoot, Part
 from workloads.models.architectures import ARCHITECTURES
 from workloads.models.parallel import Group, RankGroups
@@ -52,7 +53,8 @@ def roots_of_rank(
 ) -> dict[str, Target | Drafter]:
     """All models as `rank` holds them; without a process group, so they can be loaded but not run together."""
     groups = RankGroups(Group(rank, max(tp, ep)), Group(rank % tp, tp), Group(rank % ep, ep))
-    setting = Setting(config, groups, make_moe_kernel(kernel), fused=kernel == "mega_moe")
+    choice = choose(kernel, Machine(), None, ep)
+    setting = Setting(config, groups, make_moe_kernel(choice.kernel), fused=choice.has_layout)
     return dict(model_stack(family(config)).make_roots(setting))
 
 

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import pytest
 import torch
 
 from orchestrator.config.compose import compose
+from orchestrator.judge.diagnose import _INDISTINCT_BYTES
 from workloads.faults._about import FEATURES
 from workloads.faults.bare_copy import VECTORS
-from workloads.kernels.moe import make_moe_kernel
+from workloads.kernels.moe_kernels import make_moe_kernel
 from workloads.kernels.shuffled_moe import ShuffledMoE
 from workloads.loading.tensor_table import every_tensor
 from workloads.loading.weights import ModelRoot
@@ -73,7 +75,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def consumes(architecture: str, config: Any) -> bool:
     """Whether a fused kernel takes the parameters of the experts away."""
-    setting = Setting(config, RankGroups(), make_moe_kernel("mega_moe"), fused=True)
+    setting = Setting(config, RankGroups(), make_moe_kernel("mega_moe_reference"), fused=True)
     roots = model_stack(architecture).make_roots(setting)
     for root in roots.values():
         root.process_weights_after_loading()
@@ -82,8 +84,12 @@ def consumes(architecture: str, config: Any) -> bool:
 
 
 def of_root(root: ModelRoot) -> Iterator[str]:
-    if any(isinstance(module, SharedExperts) for module in root.modules()):
+    shared = [module for module in root.modules() if isinstance(module, SharedExperts)]
+    if shared:
         yield "shared_experts"
+    scales = [p for module in shared for p in module.gate_up_proj.weights["weight_scale_inv"].placements]
+    if any(prod(length for _, length in placement.source_region) > _INDISTINCT_BYTES for placement in scales):
+        yield "many_scales"
     for _, module in root.weight_modules():
         for name in module.weights:
             bits(module.get_parameter(name)).random_(0, 256)

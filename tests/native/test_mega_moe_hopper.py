@@ -13,7 +13,7 @@ from workloads.kernels import mega_moe_hopper as hopper
 from workloads.kernels import mega_moe_hopper_layout as layout
 from workloads.kernels.activations import SituParameters, SwigluParameters
 from workloads.kernels.mega_moe_hopper_kernel import HopperMegaMoE, HopperReference
-from workloads.kernels.moe import LoadedLayoutReference, MoEKernel, make_moe_kernel
+from workloads.kernels.moe import LoadedLayoutReference, MoEKernel
 from workloads.kernels.quantization import dequantize_mxfp4, quantize_mxfp4
 
 torch.set_num_threads(1)
@@ -199,10 +199,6 @@ def test_limits_and_ids() -> None:
     hopper.check_ids(torch.tensor([[0, -1]]), 3)
     with pytest.raises(RuntimeError, match="x is on cpu"):
         hopper.run(tokens, experts, SituParameters())
-
-
-def test_the_config_chooses_the_kernel_of_the_architecture() -> None:
-    assert isinstance(make_moe_kernel("mega_moe", "sm90"), HopperMegaMoE)
 
 
 def test_a_build_without_a_compiler_or_with_errors_says_so(

@@ -17,7 +17,6 @@ from workloads.kernels.moe import (
     LoadedLayoutReference,
     MegaMoEReference,
     MoEKernel,
-    make_moe_kernel,
 )
 from workloads.kernels.moe_dispatch import combine, dispatch
 from workloads.kernels.quantization import (
@@ -235,15 +234,6 @@ def test_mega_moe_needs_its_alignment() -> None:
         MegaMoEReference().prepare(w13, s13, w2, s2)
 
 
-def test_factory_knows_its_kernels() -> None:
-    assert isinstance(make_moe_kernel("mega_moe"), MegaMoEReference)
-    assert isinstance(make_moe_kernel("reference"), LoadedLayoutReference)
-    with pytest.raises(
-        ValueError, match=r"backend.moe_kernel is 'marlin', .* one of \['mega_moe', 'reference'\]"
-    ):
-        make_moe_kernel("marlin")
-
-
 def test_situ_formula_and_saturation() -> None:
     gate = torch.linspace(-30, 30, 61, dtype=torch.float64)
     up = torch.linspace(90, -90, 61, dtype=torch.float64)
@@ -446,8 +436,8 @@ def expert_parallel_rank(rank: int, folder: str) -> None:
     local = slice(rank * EXPERTS // RANKS, (rank + 1) * EXPERTS // RANKS)
     x, idx, weights = (t[share_of_rank(rank)] for t in all_tokens())
     result: dict[str, Tensor] = {}
-    for name in ("mega_moe", "reference"):
-        kernel = make_moe_kernel(name)
+    kernels: dict[str, MoEKernel] = {"mega_moe": MegaMoEReference(), "reference": LoadedLayoutReference()}
+    for name, kernel in kernels.items():
         prepared: ExpertWeights = kernel.prepare(*share(raw_experts(), local))
         result[name] = kernel.forward(x, idx, weights, prepared, group, EXPERTS, SITU)
     numbers = torch.arange(share_of_rank(rank).start, share_of_rank(rank).stop).float()

@@ -8,13 +8,15 @@ from typing import Any, cast
 
 import torch
 
+from workloads.engines.moe_layers import RULES as MOE_RULES
+from workloads.engines.moe_layers import moe_choice, moe_layers
 from workloads.engines.native_weights import NativeWeights
 from workloads.engines.protocol import Generation, Part, Prompt, Rule
 from workloads.engines.runner import Run, Served, check_prompts
 from workloads.engines.scheduler import Limits
 from workloads.engines.tokenizer import make_tokenizer
 from workloads.faults import loader_class
-from workloads.kernels.moe import make_moe_kernel
+from workloads.kernels.moe_kernels import make_moe_kernel
 from workloads.loading.lifecycle import EventSink, Lifecycle
 from workloads.loading.loader import UpdateStats
 from workloads.models.adapters import RULES as ADAPTER_RULES
@@ -44,10 +46,12 @@ class NativeEngine(NativeWeights):
         folder = Path(next(iter(spec.checkpoint_dirs.values()), "."))
         self.tokenizer = make_tokenizer(spec.model.tokenizer, config.vocab_size, folder)
         self.device = torch.device(backend.device)
-        kernel, fused = make_moe_kernel(backend.moe_kernel, backend.arch), backend.moe_kernel == "mega_moe"
+        self.moe_choice = moe_choice(spec, self.device)
         with self.device:
+            kernel = make_moe_kernel(self.moe_choice.kernel, backend.max_batch_tokens)
             texts = partial(self.tokenizer.texts, config.vocab_size)
-            setting = Setting(config, groups, kernel, fused, texts, spec.parallelism.redundant_experts)
+            fused, redundant = self.moe_choice.has_layout, spec.parallelism.redundant_experts
+            setting = Setting(config, groups, kernel, fused, texts, redundant)
             roots = self.make_roots(model_stack(architecture), setting)
         if backend.lora_rank:
             with self.device:
@@ -81,7 +85,11 @@ class NativeEngine(NativeWeights):
         backend = self.spec.backend
         online = ONLINE_RULES if backend.online_quantization != "none" else ()
         adapters = ADAPTER_RULES if backend.lora_rank else ()
-        return (*model_stack(self._architecture).RULES, *online, *adapters)
+        return (*model_stack(self._architecture).RULES, *MOE_RULES, *online, *adapters)
+
+    def moe_layers(self) -> list[dict[str, Any]]:
+        """Which kernel serves each layer with routed experts here, see `workloads.engines.moe_layers`."""
+        return moe_layers(self.roots(), self.moe_choice)
 
     def runtime_tensors(self) -> Mapping[str, torch.Tensor]:
         """Caches: what serving writes, by `root:caches.LAYER.NAME`."""

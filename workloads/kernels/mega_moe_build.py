@@ -20,13 +20,17 @@ FLAGS = ("-O3", "-std=c++17", "-gencode=arch=compute_90a,code=sm_90a", "-shared"
 BUILD_SECONDS = 600
 
 
+def find_nvcc() -> str | None:
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
 @cache
 def compiled(tokens: int) -> ctypes.CDLL:
     """The compiled kernels for tiles of at most `tokens` tokens, 32 or 224.
 
     Raises RuntimeError without nvcc, or with its output when it refuses the source.
     """
-    nvcc = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(
             "The MegaMoE kernels of Hopper are compiled at their first use, and no nvcc is on the PATH: install the "

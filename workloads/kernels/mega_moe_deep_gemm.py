@@ -9,7 +9,7 @@ once. The SM100 side has never run here for want of the GPU; its calls are teste
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,40 +20,51 @@ from torch import Tensor
 from workloads.kernels.activations import GatedActivation, SituParameters, SwigluParameters
 from workloads.kernels.mega_moe_layout import check_alignment
 from workloads.kernels.moe import ExpertWeights, MegaMoEReference, check_local_experts
+from workloads.kernels.moe_choice import SM90_ENTRY_POINTS, SM100_ENTRY_POINTS, SM100_MULTIPLE
 from workloads.kernels.quantization import quantize_fp8_rows
 from workloads.kernels.shared_expert import SharedWeights
 
 MODULES = ("vllm.third_party.deep_gemm", "deep_gemm")
-SM100_ENTRY_POINTS = ("get_symm_buffer_for_mega_moe", "fp8_fp4_mega_moe")
-SM90_ENTRY_POINTS = (
-    "get_symm_buffer_for_sm90_mega_moe",
-    "transform_weights_for_mega_moe_sm90",
-    "fp8_mega_moe",
-)
-SM100_MULTIPLE = 512  # of hidden and intermediate: rows of scales in multiples of 16 bytes
 TILE = 128  # rows and columns of FP8 weights that share a scale
 
 
 def find(names: Sequence[str]) -> Any:
     """The installed DeepGEMM that has these entry points. RuntimeError that says what is there instead."""
     seen = []
-    for module in MODULES:
-        try:
-            found = import_module(module)
-        except ModuleNotFoundError as error:
-            seen.append(f"{module} is not installed ({error})")
-        except (ImportError, OSError, RuntimeError) as error:  # a library built for another torch or CUDA
-            seen.append(f"{module} does not load here, as it was built for another torch or CUDA ({error})")
-        else:
-            missing = [name for name in names if not callable(getattr(found, name, None))]
-            if not missing:
-                return found
-            version = getattr(found, "__version__", "of unknown version")
-            seen.append(f"{module} {version} has no {', '.join(missing)}")
+    for name, found in _installed():
+        if isinstance(found, str):
+            seen.append(found)
+            continue
+        missing = [entry for entry in names if not callable(getattr(found, entry, None))]
+        if not missing:
+            return found
+        version = getattr(found, "__version__", "of unknown version")
+        seen.append(f"{name} {version} has no {', '.join(missing)}")
     raise RuntimeError(
         f"DeepGEMM's Mega MoE needs {', '.join(names)}: {'; '.join(seen)}. Install a DeepGEMM built for torch "
         f"{torch.__version__} that has it, or set backend.moe_kernel=reference."
     )
+
+
+def entry_points(names: Sequence[str]) -> tuple[Mapping[str, tuple[str, ...]], str]:
+    """The parameters of these entry points by their name, none where no installed DeepGEMM has all of them, and then
+    why."""
+    try:
+        module = find(names)
+    except RuntimeError as error:
+        return {}, str(error).partition(". Install")[0]
+    return {name: tuple(inspect.signature(getattr(module, name)).parameters) for name in names}, ""
+
+
+def _installed() -> Iterator[tuple[str, Any]]:
+    """(name, the module, or a half-sentence that says why it is none)."""
+    for name in MODULES:
+        try:
+            yield name, import_module(name)
+        except ModuleNotFoundError as error:
+            yield name, f"{name} is not installed ({error})"
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:
+            yield name, f"{name} does not load here, as it was built for another torch or CUDA ({error})"
 
 
 def check_capability(device: torch.device, major: int) -> None:

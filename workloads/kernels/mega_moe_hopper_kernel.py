@@ -1,5 +1,7 @@
 """MegaMoE on Hopper behind the interface of routed experts, and its reference in float64."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -26,14 +28,13 @@ HIDDEN_GROUP = 64  # channels that share one scale between the matrices
 class HopperMegaMoE:
     """MXFP4 experts on one Hopper GPU, or on several that exchange rows through `moe_dispatch`.
 
-    A shared expert is computed beside the kernel, by torch in float64. `out_of_range` counts the groups of all weights
-    prepared so far whose exponent the layout could not hold.
+    A shared expert is computed beside the kernel, by torch in float64. folded: see `layout.Packed.out_of_range`.
     """
 
     keeps_w2 = False
 
     def __init__(self) -> None:
-        self.out_of_range = 0
+        self.folded: Sequence[int] = ()
 
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
@@ -44,7 +45,7 @@ class HopperMegaMoE:
         for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
             _check_scale(name, scale)
         first, second = layout.pack(w13, w13_scale, gated=True), layout.pack(w2, w2_scale, gated=False)
-        self.out_of_range += int(first.out_of_range.sum() + second.out_of_range.sum())
+        self.folded = (first.out_of_range + second.out_of_range).tolist()
         packed = ExpertWeights(first.weight, first.scale, second.weight, second.scale)
         if into is None:
             return packed

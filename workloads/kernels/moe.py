@@ -11,7 +11,7 @@ exponents within the row, and 53 are there (a spread of 2^19 at K = 3584). An ex
 order, so neither batch shape nor sharding nor thread count can change a result.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -43,10 +43,12 @@ class ExpertWeights(NamedTuple):
 class MoEKernel(Protocol):
     """Routed experts with MXFP4 weights, expert-parallel over `group`.
 
-    keeps_w2: what `prepare` makes of w2 is an alias of it, in its loaded layout.
+    keeps_w2: what `prepare` makes of w2 is an alias of it, in its loaded layout. folded: of each expert of the last
+    `prepare`, groups of weights whose exponent the layout could not hold; empty where it holds all.
     """
 
     keeps_w2: bool
+    folded: Sequence[int]
 
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
@@ -106,6 +108,7 @@ class MegaMoEReference:
     """CPU reference of DeepGEMM's MegaMoE, reading the fused layout."""
 
     keeps_w2 = True
+    folded: Sequence[int] = ()
 
     def prepare(
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
@@ -167,6 +170,7 @@ class LoadedLayoutReference:
     """The same numerics on weights as the checkpoint lays them out; nothing is post-processed."""
 
     keeps_w2 = True
+    folded: Sequence[int] = ()
     recipe = MEGA_MOE_RECIPE
 
     def prepare(
@@ -213,24 +217,6 @@ class LoadedLayoutReference:
         return _forward(
             x, topk_idx, topk_weights, (w13, w2), group, num_experts, activation, shared, self.recipe
         )
-
-
-def make_moe_kernel(name: str, arch: str = "cpu") -> MoEKernel:
-    """The kernel called `name` in `Backend.moe_kernel`: `mega_moe` or `reference`.
-
-    arch: of the backend. On sm90 `mega_moe` is our own kernel, elsewhere the reference.
-    """
-    from workloads.kernels.mega_moe_hopper_kernel import HopperMegaMoE  # which needs the names above
-
-    kernels: dict[str, Callable[[], MoEKernel]] = {
-        "mega_moe": HopperMegaMoE if arch == "sm90" else MegaMoEReference,
-        "reference": LoadedLayoutReference,
-    }
-    if name not in kernels:
-        raise ValueError(
-            f"backend.moe_kernel is {name!r}, which is no known kernel: choose one of {sorted(kernels)}."
-        )
-    return kernels[name]()
 
 
 def _forward(

@@ -46,6 +46,10 @@ class RoutedExperts(WeightModule):
 
     redundant: slots beside one for each expert, which hold second copies; E counts all slots of this rank. Derived of
     where the experts are, if there are such slots: `slots_of_expert`, `slot_counts`, see `expert_slots.tables`.
+
+    invalid_ids: int64 [], choices of this rank's tokens so far that are neither an expert nor -1; on the device, so
+    that nothing waits for it and a captured graph counts too. folded: of each expert here, see `MoEKernel.folded`;
+    empty where the kernel folds none, or where nobody knows.
     """
 
     def __init__(
@@ -64,6 +68,8 @@ class RoutedExperts(WeightModule):
         self.slots = first_slots(tensors.count, redundant)
         self._transformed_l1_weights: _Pair | None = None
         self._transformed_l2_weights: _Pair | None = None
+        self.invalid_ids = torch.zeros((), dtype=torch.int64)
+        self.folded: list[int] = []
         self.slots_of_expert: torch.Tensor | None = None
         self.slot_counts: torch.Tensor | None = None
         if redundant:
@@ -93,7 +99,7 @@ class RoutedExperts(WeightModule):
     def rebalance(self, seed: int) -> None:
         before, after = self.slots, shuffled(self.slots, f"{seed}/{self.tensors.prefix}")
         move(self.group, self.expert_weights(), before, after)
-        self.slots = after
+        self.slots, self.folded = after, []
         self.weights.update(self._declared())
         if self.slots_of_expert is not None and self.slot_counts is not None:
             for held, new in zip((self.slots_of_expert, self.slot_counts), tables(after), strict=True):
@@ -117,6 +123,7 @@ class RoutedExperts(WeightModule):
             )
         w13, w13_scale, w2, w2_scale = (tensor.detach() for tensor in raw)
         weights = self.kernel.prepare(w13, w13_scale, w2, w2_scale, into=self.transformed())
+        self.folded = list(self.kernel.folded)
         self._transformed_l1_weights = (weights.l1_weight, weights.l1_scale)
         self._transformed_l2_weights = (weights.l2_weight, weights.l2_scale)
         for name in RAW:
@@ -141,6 +148,8 @@ class RoutedExperts(WeightModule):
             w2_scale,
             into=ExpertWeights(*(tensor[expert : expert + 1] for tensor in held)),
         )
+        if self.folded:
+            [self.folded[expert]] = self.kernel.folded
 
     def consumed_weights(self) -> Mapping[str, tuple[str, torch.Tensor]]:
         weights = self.transformed()
@@ -171,6 +180,7 @@ class RoutedExperts(WeightModule):
             )
         if weights is None:
             weights = ExpertWeights(*(self.get_parameter(name) for name in RAW))
+        self.invalid_ids += ((topk_idx < -1) | (topk_idx >= self.tensors.count)).sum()
         if self.slots_of_expert is not None and self.slot_counts is not None:
             topk_idx = chosen_slots(topk_idx, self.slots_of_expert, self.slot_counts)
         return self.kernel.forward(

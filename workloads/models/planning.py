@@ -31,7 +31,8 @@ class Experts:
     expert's input and between its two matrices. quantization: of the weights: mxfp4 | nvfp4 | fp8 | bf16.
     blocks: into which TP ranks divide the intermediate size where there is no expert parallelism; None: they do not.
     padding: what the family's own kernel adds on one rank, by tp and ep; None: only MegaMoE pads.
-    fused_shared: intermediate size of the shared experts, where the routed ones' kernel computes them.
+    fused_shared: intermediate size of the shared experts, where the routed ones' kernel computes them. situ: SiTU is
+    between the matrices, else a gated SiLU.
     """
 
     count: int
@@ -44,6 +45,7 @@ class Experts:
     blocks: int | None = None
     padding: Callable[[int, int], Part] | None = None
     fused_shared: int = 0
+    situ: bool = False
 
 
 @dataclass(frozen=True)

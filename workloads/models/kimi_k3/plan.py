@@ -63,6 +63,7 @@ def experts(c: KimiK3Config) -> Experts:
         hidden=c.moe_latent_size,
         intermediate=c.moe_intermediate_size,
         quantization="mxfp4",
+        situ=True,
         keys={
             "count": "num_experts",
             "per_token": "num_experts_per_token",
