@@ -30,6 +30,7 @@ ELSEWHERE = {
     "split_by_padded_size",
     "stale_shared_padding",
     "stale_sink_padding",
+    "swapped_scales",
     "taps_of_a_default",
     "tie_broken",
     "wrapped_names_not_mapped",

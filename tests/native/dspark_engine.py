@@ -36,7 +36,7 @@ TOYS: dict[str, Any] = {
         vocab_size=512,
         num_mtp_layers=0,
         num_dspark_layers=2,
-        dspark_min_confidence=0.1,
+        dspark_min_confidence=0.01,
     ),
 }
 GIVEN = prompts(1, 6, 40)  # the last is longer than the window of DeepSeek-V4

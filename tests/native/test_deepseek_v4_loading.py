@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from deepseek_v4_engine import TOY, make_checkpoint, start_engine
+from k3_engine import NEW, OLD
+from rehearsal import Rehearsal, observed
 
 from workloads.engines.native import NativeEngine
+from workloads.kernels.fp8_blocks import BLOCK
 from workloads.kernels.moe import MegaMoEReference
+from workloads.loading.checkpoint import CheckpointReader
 from workloads.loading.lifecycle import Lifecycle
 from workloads.loading.loader import Loader
 from workloads.loading.perturb import open_view
@@ -18,9 +22,10 @@ from workloads.models.deepseek_v4.model import DeepseekV4ForCausalLM
 from workloads.models.deepseek_v4.mtp import DeepseekV4MTP
 from workloads.models.deepseek_v4.stack import make_roots
 from workloads.models.deepseek_v4.tensors import sections
+from workloads.models.fp8_linear import Fp8Matrix
 from workloads.models.parallel import ALONE, Group, RankGroups
 from workloads.models.served import Setting
-from workloads.spec import Checkpoint
+from workloads.spec import Checkpoint, Step
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,54 @@ def test_scales_packed_by_the_layer_come_back_as_loaded(checkpoint: Path) -> Non
     assert torch.equal(fused.block_scales(), loaded)
     assert fused.weight_scale.shape == (224, 1)
     assert fused.weight_scale.dtype == torch.int32
+
+
+def wrong_sources(engine: NativeEngine, reader: CheckpointReader) -> set[str]:
+    """Checkpoint tensors of which the engine holds something else."""
+    with torch.no_grad():
+        parts = [part for root in engine.roots() for part in engine.parts(root) if part.source is not None]
+    return {
+        str(part.source)
+        for part in parts
+        if not torch.equal(
+            part.value.contiguous().view(torch.uint8),
+            reader.slice(str(part.source), part.region).contiguous().view(torch.uint8),
+        )
+    }
+
+
+def test_two_scales_exchanged_are_seen(checkpoint: Path) -> None:
+    """Of two blocks of one matrix, in what serves, wherever they are neighbours."""
+    engine, reader = start_engine(checkpoint), open_view(Checkpoint(), checkpoint)
+    assert wrong_sources(engine, reader) == set()
+    matrices = [
+        (placement.source, module)
+        for root in engine.roots().values()
+        for _, module in root.weight_modules()
+        if isinstance(module, Fp8Matrix)
+        for placement in module.weights["weight_scale_inv"].placements[:1]
+    ]
+    assert len(matrices) > 20
+    for source, module in matrices:
+        rows, columns = reader.meta(source).shape
+        served = module.packed_scales()[: module.sizes[0]]
+        held = served.clone()
+        if rows > 1:
+            served[:BLOCK], served[BLOCK : 2 * BLOCK] = (
+                held[BLOCK],
+                held[0],
+            )  # one scale for all rows of a block
+        elif columns > 1:  # four scales lie in one integer
+            served.copy_((held & ~0xFFFF) | (held & 0xFF) << 8 | (held >> 8 & 0xFF))
+        assert wrong_sources(engine, reader) == ({source} if max(rows, columns) > 1 else set())
+        served.copy_(held)
+
+
+def test_scales_of_gate_and_up_exchanged_are_caught_and_named(checkpoint: Path, tmp_path: Path) -> None:
+    steps = [Step("start", OLD, "safetensors"), Step("update", NEW, "layerwise")]
+    result = Rehearsal(tmp_path, checkpoint, TOY).judge(observed(steps), ["swapped_scales"])
+    assert result["findings"][0]["code"] == "checkpoint_mismatch"  # two bytes do not say whose they are
+    assert "shared_experts.gate_up_proj" in result["findings"][0]["path"]
 
 
 def test_the_stack_declares_exactly_the_checkpoint() -> None:

@@ -6,13 +6,14 @@ import os
 import signal
 import time
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 
-from workloads.kernels.quantization import dequantize_mxfp4
+from workloads.kernels.quantization import dequantize_fp8_tiles, dequantize_mxfp4
 from workloads.loading import writer
 from workloads.loading.checkpoint import CheckpointError, check_finite, open_checkpoint, validate
 from workloads.loading.generate import generate_checkpoint, generate_tensor
@@ -119,6 +120,28 @@ def test_experts_are_quantised_matrices_with_varying_scales() -> None:
     assert matrix.std().item() == pytest.approx(0.6 / 512**0.5, rel=0.1)
     largest = matrix.view(256, 16, 32).abs().amax(-1) / 2.0 ** (scale.double() - 127)
     assert largest.min() >= 3  # the scale is the smallest that does not saturate
+
+
+@pytest.mark.parametrize("tile", [32, 128])
+def test_neighbouring_tiles_of_fp8_have_different_scales(tile: int) -> None:
+    """So that two scales that are exchanged show; the matrix keeps its spread."""
+    names, spread = [f"layers.{layer}.attn.wq_b" for layer in range(6)], []
+    patterns = set()
+    for stem in names:
+        form, shape = f"fp8_e8m0_block{tile}", (5 * tile - 3, 4 * tile)
+        row = TensorSpec(f"{stem}.scale", "F8_E8M0", (5, 4), EXPERT, "")
+        weight, scale = (
+            generate_tensor(replace(row, quantized=Quantized(form, piece, stem, shape)), 0)
+            for piece in ("weight", "scale")
+        )
+        codes = scale.view(torch.uint8).to(torch.int64)
+        assert (codes.diff(dim=0) != 0).all()
+        assert (codes.diff(dim=1) != 0).all()
+        patterns.add(tuple(codes.flatten().tolist()))
+        values = dequantize_fp8_tiles(weight, 2.0 ** (codes - 127).to(torch.float64), tile)
+        spread.append(float(values.square().mean() * shape[1]) ** 0.5)
+    assert len(patterns) == len(names)
+    assert sum(spread) / len(spread) == pytest.approx(0.6, rel=0.1)
 
 
 # Folders --------------------------------------------------------------------------------------------------------

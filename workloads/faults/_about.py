@@ -34,8 +34,8 @@ FEATURES: dict[str, frozenset[str]] = {
         "numbered_experts padding processed unit_padding vectors",
         "deepseek_v4_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
         "numbered_experts processed shared_experts sink_padding unit_padding",
-        "deepseek_v41_tiny": "attributes consumed_experts derivations e8m0 experts fused in_place numbered_experts "
-        "padding permuted processed shared_experts shared_padding sink_padding unit_padding",
+        "deepseek_v41_tiny": "attributes consumed_experts derivations e8m0 experts fused in_place many_scales "
+        "numbered_experts padding permuted processed shared_experts shared_padding sink_padding unit_padding",
         "gpt_oss_tiny": "e8m0 experts fused in_place kernel_object padding unit_padding vectors",
         "qwen3_tiny": "attributes fused in_place processed tied",
         "qwen3_moe_tiny": "attributes experts fused in_place numbered_experts padding processed",
