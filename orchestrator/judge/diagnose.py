@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from orchestrator.judge.compare import Difference, differing_slices
 from orchestrator.judge.parts import is_padding, is_wrong, wanted
-from orchestrator.judge.records import Audit, Record
+from orchestrator.judge.records import INDISTINCT_BYTES, Audit, Record, is_repeated
 
 #: Bytes of a poisoned, never written storage.
 POISON = 0xFF
@@ -14,7 +14,6 @@ POISON = 0xFF
 PACKED = "packed"
 #: Contents that so many places share say nothing about where they came from (norms of ones, say).
 _COMMON = 4
-_INDISTINCT_BYTES = 16
 _REARRANGED = "the bytes of its whole tensor, padding included, are the right ones in another order"
 _EXPERT = re.compile(r"(?<=experts\.)\d+")
 _GATE_OR_UP = re.compile(r"\b(w1|w3|gate_proj|up_proj)\b")
@@ -161,8 +160,8 @@ def _part_code(
     unchanged = before is not None and part["fp"] == before["fp"]
     if before is not None and unchanged and not is_padding(part) and not is_wrong(before):
         return "stale", ""
-    if part.get("const") not in (None, POISON) and view.observed.is_blank(path):
-        return "uninitialised", f"all bytes are {part['const']}: nothing was loaded into this module"
+    if view.observed.is_blank(path):
+        return "uninitialised", "nothing in this module is right, and some of it is one repeated byte"
     if is_padding(part):
         return ("wrong_layout", _REARRANGED) if part.get("rearranged") else _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
@@ -193,7 +192,7 @@ def _part_code(
     tensor = view.observed.find(path)
     if tensor is not None and tensor["nan"]:
         return "uninitialised", "it holds NaN"
-    if part.get("const") is not None and part["nbytes"] > _INDISTINCT_BYTES:
+    if is_repeated(part):
         return "uninitialised", f"all bytes are {part['const']}, and the checkpoint's are not"
     return "checkpoint_mismatch", ""
 
@@ -279,4 +278,4 @@ def distinct_places(places: list[Place]) -> list[Place]:
 
 def is_distinct(record: Record) -> bool:
     """Whether equal fingerprints of such content are evidence of a common origin."""
-    return record.get("const") is None and record["nbytes"] >= _INDISTINCT_BYTES
+    return record.get("const") is None and record["nbytes"] >= INDISTINCT_BYTES

@@ -27,6 +27,15 @@ _GENERATION_KEYS = frozenset({"id", "token_ids", "top_logprobs"})
 _RANK_IN_NAME = re.compile(r"-(\d{5,})\.jsonl$")
 
 
+#: Fewer bytes than these may be equal by chance.
+INDISTINCT_BYTES = 16
+
+
+def is_repeated(record: Record) -> bool:
+    """Whether a tensor or a part is one byte throughout, and long enough for that to mean something."""
+    return record.get("const") is not None and record["nbytes"] > INDISTINCT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Why records cannot carry a verdict.
@@ -61,7 +70,7 @@ class Audit:
     unclassified: list[str] = field(default_factory=list)
     unhashed: list[str] = field(default_factory=list)
     _by_alias: dict[str, Record] | None = None
-    _blank: dict[str, bool] | None = None
+    _blank: set[str] | None = None
 
     def find(self, path: str) -> Record | None:
         """The tensor of that path, or the one that lists the path among its aliases."""
@@ -79,15 +88,18 @@ class Audit:
         return {}
 
     def is_blank(self, path: str) -> bool:
-        """Whether every tensor with parts in the module of this one repeats one byte, as memory does that nothing was
-        loaded into."""
+        """Whether the module of this tensor looks like memory that nothing was loaded into: no slice of the checkpoint
+        is in its place, and some places repeat one byte."""
         if self._blank is None:
-            self._blank = {}
-            for name in self.parts:
-                tensor, module = self.find(name), name.rpartition(".")[0]
-                repeats = tensor is not None and tensor.get("const") is not None
-                self._blank[module] = self._blank.get(module, True) and repeats
-        return self._blank.get(path.rpartition(".")[0], False)
+            right: set[str] = set()
+            repeats: set[str] = set()
+            for name, parts in self.parts.items():
+                module = name.rpartition(".")[0]
+                slices = [part for part in parts.values() if part["expected"] is not None]
+                right |= {module for part in slices if part["fp"] == part["expected"]}
+                repeats |= {module for part in slices if is_repeated(part)}
+            self._blank = repeats - right
+        return path.rpartition(".")[0] in self._blank
 
 
 @contextmanager
