@@ -30,14 +30,18 @@ _CONSEQUENCE = re.compile(
 )
 
 
+# Signals that a process gets for what it does itself. Not SIGBUS, which memory that is bad or full brings, too.
+OWN_SIGNALS = {"SIGSEGV", "SIGABRT", "SIGILL", "SIGFPE", "SIGTRAP", "SIGSYS"}
+
+
 @dataclass
 class Failure:
-    """`error` of result.json. type: rank_killed, rank_failed, out_of_memory, disk_full, hang, connection_lost,
-    node_lost, node_failed, boot_failed, bad_node (found unfit before anything ran), gpu_failed, launch_failed,
-    stopped, cancelled (by an operator), preempted, requeued, time_limit, lost, refused (by
-    sbatch), never_starts, upstream (another cell did not make what this one needs), preflight, checkpoint (refused
-    before anything was touched), unusable (a load broke off, or weights were discarded: the engine must not serve),
-    code, judge."""
+    """`error` of result.json. type: rank_killed (by somebody else), rank_failed, out_of_memory, disk_full, hang,
+    connection_lost, node_lost, node_failed, boot_failed, bad_node (found unfit before anything ran), gpu_failed,
+    launch_failed, stopped, cancelled (by an operator), preempted, requeued, time_limit, lost, refused (by sbatch),
+    never_starts, upstream (another cell did not make what this one needs), preflight, checkpoint (refused before
+    anything was touched), unusable (a load broke off, or weights were discarded: the engine must not serve), code,
+    judge."""
 
     type: str
     message: str
@@ -187,7 +191,8 @@ def _death(event: Mapping[str, Any], log: Path) -> AttemptError:
         else ""
     )
     message = f"{where} was ended by {event['signal']}.{hint}"
-    return AttemptError("rank_killed", message, stack=stacks(log, 0) if hint == "" else "", **evidence)
+    kind = "rank_failed" if event["signal"] in OWN_SIGNALS else "rank_killed"
+    return AttemptError(kind, message, stack=stacks(log, 0) if hint == "" else "", **evidence)
 
 
 def _connection_lost(

@@ -10,6 +10,9 @@ Json = Mapping[str, Any]
 NEW, DONE, AGAIN, FAILED, WAITS = "new", "done", "again", "failed", "waits"
 # Failure types of the code under test and of ours: the same cell fails so again, on whichever machine.
 DEFECTS = {"rank_failed", "checkpoint", "unusable", "code", "judge", "driver"}
+HANG = (
+    "hang"  # of a node, of the network or of the program: one that comes back on other nodes is the program's
+)
 
 
 def standing(policy: Json, results: Sequence[Json]) -> str:
@@ -29,6 +32,12 @@ def standing(policy: Json, results: Sequence[Json]) -> str:
     tried = [failure_type(result) for result in results if failure_type(result) != UPSTREAM]
     budget = policy["retries"].get(kind, 0)
     return AGAIN if tried.count(kind) <= budget and len(tried) < policy["max_attempts"] else FAILED
+
+
+def is_defect(results: Sequence[Json]) -> bool:
+    """Whether the last attempt failed by the program, so that another one would, too. results: as for `standing`."""
+    kinds = [failure_type(result) for result in results]
+    return kinds[-1] in DEFECTS or (kinds[-1] == HANG and kinds.count(HANG) > 1)
 
 
 def failure_type(result: Json) -> str:

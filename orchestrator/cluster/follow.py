@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orchestrator.cluster import quarantine, slurm
-from orchestrator.cluster.attempts import DONE, FAILED, WAITS
+from orchestrator.cluster.attempts import AGAIN, DONE, FAILED, WAITS
 from orchestrator.cluster.history import Experiment, History, read_history, still_waits
 from orchestrator.cluster.history import stands as stands_of
 from orchestrator.cluster.jobs import Book, Task
@@ -149,11 +149,24 @@ class _Look:
         """Puts nodes that failed into quarantine, each failure once."""
         known = {(line["cell"], line["attempt"]) for line in quarantine.entries(self.store)}
         for name, history in self.histories.items():
-            span = self.experiment.cells[name]["policy"]["quarantine_s"]
+            cell = self.experiment.cells[name]
             for attempt, result in zip(history.attempts, history.results, strict=True):
-                if (name, attempt.name) not in known:
-                    for node in quarantine.at_fault(result["error"]):
-                        quarantine.add(self.store, node, result["error"], attempt, span)
+                if (name, attempt.name) in known:
+                    continue
+                for node in quarantine.at_fault(result["error"]):
+                    quarantine.add(self.store, node, result["error"], attempt, cell["policy"]["quarantine_s"])
+                for node in quarantine.suspected(result["error"]):
+                    if self._can_spare(node, name):
+                        quarantine.add(self.store, node, result["error"], attempt, quarantine.SUSPECTED_S)
+
+    def _can_spare(self, node: str, name: str) -> bool:
+        """Whether a cell that runs again finds enough nodes without this one, which may be innocent."""
+        history, cell = self.histories[name], self.experiment.cells[name]
+        if stands_of(self.store, self.experiment, name, history) != AGAIN or cell["cluster"]["nodelist"]:
+            return False
+        there = set(slurm.usable_nodes(cell["cluster"]["partition"]))
+        avoided = {node, *quarantine.nodes(self.store)}
+        return len(there - avoided) >= int(cell["parallelism"]["nodes"])
 
     def submit(self, held: Sequence[int]) -> Look:
         """Submits what is missing and what runs again, and says where every cell stands."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cell import Cell
-from orchestrator.cluster.attempts import DEFECTS, DONE, FAILED, WAITS, failure_type, standing
+from orchestrator.cluster.attempts import DONE, FAILED, WAITS, failure_type, is_defect, standing
 from orchestrator.cluster.jobs import JOB, Book, Task
 from orchestrator.store import Store, StoreError, attempt_number, read_json, write_json
 
@@ -124,9 +124,8 @@ def renew(store: Store, folder: Path) -> dict[str, str]:
             found = standing(experiment.cells[name]["policy"], history.results)
             if found not in (FAILED, WAITS) or history.open or history.is_run_here:
                 continue
-            kind = failure_type(history.results[-1])
-            if kind not in DEFECTS:
-                renewed[name] = kind
+            if not is_defect(history.results):
+                renewed[name] = failure_type(history.results[-1])
                 entry |= {"before": attempt_number(history.attempts[-1]), "attempt": None}
         if renewed:
             write_json(folder / INDEX, index)

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cluster.attempts import HANG
 from orchestrator.store import Store
 
 FILE = "quarantine.jsonl"
 # Failures that say which node is bad, and not only which node saw the failure of another.
 NODE_FAULTS = {"node_lost", "node_failed", "boot_failed", "gpu_failed", "bad_node"}
+SUSPECTED_S = 300.0  # how long the node is avoided that a hang began on: until the cell is submitted again
 
 
 def add(store: Store, node: str, error: Mapping[str, Any], attempt: Path, seconds: float) -> None:
@@ -53,6 +55,12 @@ def nodes(store: Store, now: float | None = None) -> list[str]:
     last = {line["node"]: line["until"] for line in entries(store)}
     moment = time.time() if now is None else now
     return sorted(node for node, until in last.items() if until > moment)
+
+
+def suspected(error: Mapping[str, Any] | None) -> list[str]:
+    """Nodes that may have caused an attempt's error, or the program did."""
+    is_hang = error is not None and error["type"] == HANG and isinstance(error["node"], str)
+    return [error["node"]] if error is not None and is_hang else []
 
 
 def at_fault(error: Mapping[str, Any] | None) -> list[str]:

@@ -210,13 +210,22 @@ def cancel(jobs: Sequence[str]) -> None:
 
 def down_nodes(nodes: str) -> list[str]:
     """Of a node list, those that Slurm holds for down or failing. Raises SlurmError."""
-    lines = _ask("sinfo", "--noheader", "--Node", f"--nodes={nodes}", "--format=%N|%T").splitlines()
-    states = dict(
-        line.split("|", 1) for line in lines if "|" in line
-    )  # a node stands once for each partition
-    return sorted(
-        name for name, state in states.items() if state.startswith(("down", "fail")) or state.endswith("*")
-    )
+    return sorted(name for name, state in _node_states(f"--nodes={nodes}").items() if _is_down(state))
+
+
+def usable_nodes(partition: str | None) -> list[str]:
+    """Nodes of a partition (None: of any) that run jobs, or will. Raises SlurmError."""
+    states = _node_states(*([f"--partition={partition}"] if partition is not None else []))
+    return sorted(name for name, state in states.items() if not _is_down(state) and "drain" not in state)
+
+
+def _node_states(*which: str) -> dict[str, str]:
+    lines = _ask("sinfo", "--noheader", "--Node", *which, "--format=%N|%T").splitlines()
+    return dict(line.split("|", 1) for line in lines if "|" in line)  # a node stands once for each partition
+
+
+def _is_down(state: str) -> bool:
+    return state.startswith(("down", "fail")) or state.endswith("*")
 
 
 @cache

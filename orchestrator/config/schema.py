@@ -118,7 +118,8 @@ class StepTimeouts:
 
 @dataclass
 class Retries:
-    """Fresh jobs of one cell after failures of one type. Failures of the program have no key: they are results."""
+    """Fresh jobs of one cell after failures of one type. Failures of the program have no key: they are results. A hang
+    may be a node's or the program's: a second one, on other nodes, tells."""
 
     node_lost: int = 2
     node_failed: int = 2
@@ -128,6 +129,7 @@ class Retries:
     connection_lost: int = 1
     launch_failed: int = 1
     lost: int = 1
+    hang: int = 1
     preempted: int = 3
     requeued: int = 2
     out_of_memory: int = 0

@@ -20,8 +20,9 @@ from orchestrator.verbs.arguments import Parser, UsageError, one_name
 HELP = """\
 Runs again what a run lacks, where it ran before: cells without a result, those that
 were cancelled, and those whose failure is not their program's (a node, the network,
-the time limit, ...), each with new budgets. Cells that have been measured stay, and so
-do those that failed by a defect: the run's own command tries these again.
+the time limit, a kill, a hang that did not come back), each with new budgets. Cells
+that have been measured stay, and so do those that failed by a defect (an exception, a
+crash, a hang that came back): the run's own command tries these again.
 
 Several people may resume one run at once: nothing is submitted twice."""
 ENDING_S = 60.0  # beside cluster.lost_after_s: from the order to end to the end of an attempt

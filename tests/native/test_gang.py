@@ -147,7 +147,7 @@ def test_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
 
 def test_segfault_shows_where_it_happened(tmp_path: Path) -> None:
     failure = failure_of(tmp_path, "segfault:1")
-    assert (failure.type, failure.rank) == ("rank_killed", 1)
+    assert (failure.type, failure.rank) == ("rank_failed", 1)
     assert "SIGSEGV" in failure.message
     assert "toy_engine.py" in failure.stack
 

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 from fake_slurm import Cluster, cluster_fixture  # noqa: F401
-from slurm_runs import Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
+from slurm_runs import BATCH, Run, apart_fixture, pair_fixture, run_fixture, sharing_fixture, store_fixture  # noqa: F401
 
 from orchestrator.cluster import follow, quarantine, slurm
 from orchestrator.cluster.history import load, renew
 from orchestrator.cluster.jobs import Book
-from orchestrator.store import Store
+from orchestrator.config.planning import plan
+from orchestrator.store import Store, write_json
 
 
 def test_its_own_result_comes_first(cluster: Cluster, run: Run) -> None:
@@ -172,7 +173,7 @@ def test_a_quarantine_expires(store: Store) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["rank_failed", "rank_killed", "out_of_memory", "hang", "time_limit", "stopped", "disk_full"]
+    "kind", ["rank_failed", "rank_killed", "out_of_memory", "time_limit", "stopped", "disk_full"]
 )
 def test_a_failure_of_the_program_is_not_retried(cluster: Cluster, run: Run, kind: str) -> None:
     run.look()
@@ -181,6 +182,40 @@ def test_a_failure_of_the_program_is_not_retried(cluster: Cluster, run: Run, kin
     cluster.change("100", states=["FAILED"] * 3)
     assert run.look().is_over
     assert quarantine.nodes(run.store) == []
+
+
+@pytest.mark.parametrize(("nodes", "avoided"), [("abc", ["c"]), ("ac", []), ("aBc", [])])
+def test_a_hang_is_retried_once_elsewhere_where_there_are_nodes(
+    cluster: Cluster, store: Store, nodes: str, avoided: list[str]
+) -> None:
+    """A node that is drained, written as a capital, is none. The second hang is the program's."""
+    layout = "parallelism={tp: 2, dp: 1, ep: 2, nodes: 2, gpus_per_node: 1}"
+    run = Run(store, plan([*BATCH, "load_path=cold", "backend.moe_kernel=reference", layout]))
+    states = [f"{node.lower()}|{'idle' if node.islower() else 'draining'}" for node in nodes]
+    cluster.say("sinfo", "\n".join(states))
+    run.look()
+    run.finish(0, "hang", "c")
+    run.look()
+    assert run.count() == [2]
+    assert quarantine.nodes(store) == avoided
+    assert ("#SBATCH --exclude=c" in cluster.jobs["101"]["text"].splitlines()) == bool(avoided)
+    run.finish(0, "hang", "a")
+    assert run.look().is_over
+    assert quarantine.nodes(store) == avoided, "nothing runs again that would have to avoid it"
+    assert renew(store, run.folder) == {}
+
+
+def test_who_resumes_tries_again_what_the_program_may_not_have_broken(cluster: Cluster, run: Run) -> None:
+    """A rank that somebody killed, and a hang that the budget of all attempts left without a second try."""
+    for cell in run.experiment.cells.values():
+        cell["policy"]["max_attempts"] = 1
+    run.look()
+    for cell, kind in enumerate(("hang", "rank_killed", "rank_failed")):
+        run.finish(cell, kind)
+    assert run.look().is_over
+    for name, cell in run.experiment.cells.items():
+        write_json(run.store.cell_dir(name) / "cell.json", cell)
+    assert renew(run.store, run.folder) == {run.names[0]: "hang", run.names[1]: "rank_killed"}
 
 
 def test_budgets_are_by_type_and_all_together(cluster: Cluster, run: Run) -> None:
