@@ -48,7 +48,7 @@ def test_workers_of_the_same_code_and_of_all_ranks_are_taken(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("answers", "sentence"),
     [
-        ([answer(2), answer(3, imported="0" * 64)], "Workers run an earlier version of the files below"),
+        ([answer(2), answer(3, imported="0" * 64)], "Workers run another version of the files below"),
         (
             [answer(2), answer(3, source="/other/worker.py")],
             "import the audit extension from /other/worker.py",

@@ -201,9 +201,10 @@ class Workers:
                 "this project comes first on the path of the engine."
             )
         if any(answer["imported"] != IMPORTED for answer in answers):
+            what = "this command" if spec.backend.url is None else "the server"
             raise EngineError(
-                f"Workers run an earlier version of the files below {TREE}: they were changed after the import. "
-                "Start the server again."
+                f"Workers run another version of the files below {TREE}: they were changed after an import. "
+                f"Start {what} again."
             )
         led = list(range(self._engine.rank, self._engine.rank + spec.parallelism.tp))
         ranks = sorted(answer["rank"] for answer in answers)
