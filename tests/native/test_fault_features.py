@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from orchestrator.config.compose import compose
-from orchestrator.judge.diagnose import _INDISTINCT_BYTES
+from orchestrator.judge.records import INDISTINCT_BYTES
 from workloads.faults._about import FEATURES
 from workloads.faults.bare_copy import VECTORS
 from workloads.kernels.moe_kernels import make_moe_kernel
@@ -88,7 +88,7 @@ def of_root(root: ModelRoot) -> Iterator[str]:
     if shared:
         yield "shared_experts"
     scales = [p for module in shared for p in module.gate_up_proj.weights["weight_scale_inv"].placements]
-    if any(prod(length for _, length in placement.source_region) > _INDISTINCT_BYTES for placement in scales):
+    if any(prod(length for _, length in placement.source_region) > INDISTINCT_BYTES for placement in scales):
         yield "many_scales"
     for _, module in root.weight_modules():
         for name in module.weights:
@@ -128,5 +128,8 @@ def of_root(root: ModelRoot) -> Iterator[str]:
         for weight in module.weights.values():
             if len(weight.placements) > 1:
                 yield "fused"
-    if any(module.derivations() for _, module in root.weight_modules()):
+    derived = [(module, name) for _, module in root.weight_modules() for name in module.derivations()]
+    if derived:
         yield "derivations"
+    if any(getattr(module, name) is None for module, name in derived):
+        yield "left_to_hook"

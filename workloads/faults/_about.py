@@ -33,9 +33,10 @@ FEATURES: dict[str, frozenset[str]] = {
         "kimi_k3_tiny": "attributes buffers consumed_experts decay derivations draft e8m0 experts fused "
         "numbered_experts padding processed unit_padding vectors",
         "deepseek_v4_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
-        "numbered_experts processed shared_experts sink_padding unit_padding",
-        "deepseek_v41_tiny": "attributes consumed_experts derivations e8m0 experts fused in_place many_scales "
-        "numbered_experts padding permuted processed shared_experts shared_padding sink_padding unit_padding",
+        "left_to_hook numbered_experts processed shared_experts sink_padding unit_padding",
+        "deepseek_v41_tiny": "attributes consumed_experts derivations e8m0 experts fused in_place left_to_hook "
+        "many_scales numbered_experts padding permuted processed shared_experts shared_padding "
+        "sink_padding unit_padding",
         "gpt_oss_tiny": "e8m0 experts fused in_place kernel_object padding unit_padding vectors",
         "qwen3_tiny": "attributes fused in_place processed tied",
         "qwen3_moe_tiny": "attributes experts fused in_place numbered_experts padding processed",
@@ -47,9 +48,10 @@ FEATURES: dict[str, frozenset[str]] = {
         "minicpm_v_tiny": "fused",
         "medusa_tiny": "draft fused",
         "kimi_k3_dspark_tiny": "attributes buffers consumed_experts context_copies decay derivations draft e8m0 "
-        "experts fused numbered_experts padding processed taps unit_padding vectors",
+        "experts fused left_to_hook numbered_experts padding processed taps unit_padding "
+        "vectors",
         "deepseek_v4_dspark_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
-        "numbered_experts processed shared_experts sink_padding taps unit_padding",
+        "left_to_hook numbered_experts processed shared_experts sink_padding taps unit_padding",
     }.items()
 }
 
@@ -66,7 +68,8 @@ class About:
     bytes do not stay as they came). where: what it needs besides for one kind of load.
 
     without: feature -> what is found instead where the model lacks it. after: kind of load, or `sleep2`, a sleep that
-    discards the weights -> what is found instead where it comes before.
+    discards the weights -> what is found instead where it comes before; words of several, features among them, must
+    all be there.
     """
 
     kind: str
@@ -81,7 +84,7 @@ class About:
     def expected(self, via: Collection[str], features: Collection[str]) -> str:
         """What must be found first where loads go `via` these ways in a model with these features."""
         instead = [found for feature, found in self.without.items() if feature not in features]
-        instead += [found for way, found in self.after.items() if way in via]
+        instead += [found for words, found in self.after.items() if {*words.split()} <= {*via, *features}]
         return instead[0] if instead else self.finding
 
     def why_not(self, via: Collection[str], features: Collection[str]) -> str:

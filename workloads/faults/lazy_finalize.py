@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from workloads.faults import LoaderFault
-from workloads.faults._about import About
+from workloads.faults._about import CRASH, About
 
 if TYPE_CHECKING:
     from torch import nn
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
     from workloads.loading.weights import ModelRoot, WeightModule
 
 ABOUT = About(
-    "D", ("Kimi-K3 MTP in the pull request on finalization from the loader hook",), "finalised_late"
+    "D",
+    ("Kimi-K3 MTP in the pull request on finalization from the loader hook",),
+    "finalised_late",
+    # Saved before any forward, so that the engine that starts from it has nothing to run on.
+    after={"tensorizer left_to_hook": CRASH},
 )
 
 
