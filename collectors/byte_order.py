@@ -20,8 +20,9 @@ def counts_of_bytes(flat: Tensor) -> Tensor:
 def rows_too_early(live: Tensor, wanted: Tensor, shape: torch.Size) -> int:
     """By how many rows of one matrix, or of each of several, the live rows come too early, as those of a share that
     begins at another row do; 0 where they are not the wanted ones. Both U8 [n], the bytes of a tensor of `shape`."""
-    matrices = shape[0] if len(shape) > _MATRIX else 1
-    rows = shape[0] if matrices == 1 else shape[1]
+    if not shape:
+        return 0
+    matrices, rows = shape[:2] if len(shape) > _MATRIX else (1, shape[0])
     mine, theirs = (tensor.reshape(matrices, rows, -1) for tensor in (live, wanted))
     for shift in (theirs == mine[:, :1]).all(dim=2).all(dim=0).nonzero().flatten().tolist():
         run = theirs[:, shift:]
