@@ -11,6 +11,7 @@ from markupsafe import Markup, escape
 
 from orchestrator.judge.sentences import rank_list
 from orchestrator.report import rows as shared
+from orchestrator.report import two_arms
 from orchestrator.report.plots import LABEL_END, coverage_bar, heat_strip, load_bars
 from orchestrator.report.rows import Json, Row
 
@@ -41,9 +42,9 @@ def html(verdict: Json, store: str = "../..") -> str:
         caveats=shared.caveats(verdict),
         left_out=shared.left_out(verdict),
         starts=shared.starts_text(verdict),
-        versions=shared.versions_text(verdict),
-        speeds=shared.speeds_text(verdict),
-        has_base=shared.has_base(verdict),
+        versions=two_arms.versions_text(verdict),
+        speeds=two_arms.speeds_text(verdict),
+        has_base=two_arms.has_base(verdict),
         cells=[_cell(row, store) for row in found],
     )
 
@@ -76,10 +77,10 @@ def _cell(row: Row, store: str) -> dict[str, Any]:
         "findings": [_finding(f) for f in (*shared.findings(cell), *shared.findings(cell, "base"))],
         "checks": [check for check in cell["checks"] if check["arm"] == "candidate"],
         "base_checks": [check for check in cell["checks"] if check["arm"] == "base"],
-        "base": shared.arm_summary(cell, "base"),
-        "candidate": shared.arm_summary(cell, "candidate"),
-        "base_verdict": shared.base_verdict(cell),
-        "change": shared.change(cell),
+        "base": two_arms.arm_summary(cell, "base"),
+        "candidate": two_arms.arm_summary(cell, "candidate"),
+        "base_verdict": two_arms.base_verdict(cell),
+        "change": two_arms.change(cell),
         "reproduction": shared.reproduction(cell),
         "coverage_notes": shared.coverage_notes(cell),
         "coverage": coverage_bar(cell.get("coverage"), _threshold(cell)),

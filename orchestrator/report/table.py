@@ -12,23 +12,25 @@ from rich.text import Text
 from orchestrator.report.rows import (
     Json,
     Row,
-    arm_summary,
-    base_verdict,
     caveats,
-    change,
     common_labels,
     consequences_text,
     counts_text,
     failed_checks,
     findings,
-    has_base,
     label_keys,
     left_out,
     reproduction,
     rows,
-    speeds_text,
     starts_text,
     undecided,
+)
+from orchestrator.report.two_arms import (
+    arm_summary,
+    base_verdict,
+    change,
+    has_base,
+    speeds_text,
     versions_text,
 )
 

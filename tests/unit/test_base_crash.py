@@ -11,8 +11,8 @@ from orchestrator.cell import cell_id
 from orchestrator.config.compose import compose
 from orchestrator.config.freeze import cell_arms, freeze
 from orchestrator.judge.attempt import CRASH
-from orchestrator.report.rows import arm_summary, base_verdict, change
 from orchestrator.report.table import print_table
+from orchestrator.report.two_arms import arm_summary, base_verdict, change
 
 
 def frozen(*overrides: str) -> dict[str, object]:
