@@ -55,7 +55,9 @@ def test_rows_that_come_too_early_are_counted() -> None:
     assert rows_too_early(flat_bytes(live), flat_bytes(wanted), wanted.shape) == 2
     assert rows_too_early(flat_bytes(live[0]), flat_bytes(wanted[0]), wanted[0].shape) == 2
     assert rows_too_early(flat_bytes(live[:1]), flat_bytes(wanted[:1]), wanted[:1].shape) == 2
-    assert rows_too_early(flat_bytes(live[0, 0]), flat_bytes(wanted[0, 0]), torch.Size()) == 0  # a scalar has no rows
+    assert (
+        rows_too_early(flat_bytes(live[0, 0]), flat_bytes(wanted[0, 0]), torch.Size()) == 0
+    )  # a scalar has no rows
     live[1, 3] = 0
     assert rows_too_early(flat_bytes(live), flat_bytes(wanted), wanted.shape) == 0
     assert rows_too_early(flat_bytes(wanted), flat_bytes(wanted), wanted.shape) == 0

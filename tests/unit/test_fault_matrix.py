@@ -43,7 +43,7 @@ def test_every_fault_says_what_it_is(name: str) -> None:
         "adapters",
         "kernel_layout",
         "kernel_state",
-        "rearranged",
+        "safetensors",
     }
     assert {*about.needs, *about.without} <= known
 
@@ -69,9 +69,11 @@ def test_a_fault_applies_where_its_load_and_its_features_are() -> None:
     about = faults.about("stale_padding")
     assert about.why_not({"safetensors", "layerwise"}, {"padding"}) == ""
     assert about.why_not({"direct", "layerwise"}, {"padding"}) == ""
-    assert about.why_not({"direct"}, {"padding"}) == "there is no rearranged"
+    assert about.why_not({"direct"}, {"padding"}) == "there is no kernel_state"
     assert about.why_not({"safetensors"}, {"padding"}) == "no load goes via layerwise or direct or per_expert"
     assert about.why_not({"direct"}, {"experts"}) == "there is no padding"
+    reader = faults.about("reader_of_the_old_path")
+    assert reader.why_not({"sharded_state", "layerwise"}, set()) == "no load goes via safetensors"
 
 
 def test_features_follow_the_layout() -> None:

@@ -64,8 +64,8 @@ class About:
     known. finding: diagnosis that must come first, or CRASH. via: kinds of loads in which it does something.
     needs: features of the model (FEATURES), and of the layout: `tp`, `ep` (more than one rank), `stages` (more than one
     of a pipeline), `redundant_experts`, `rebalanced` (experts that have moved), `adapters` (layers wrapped for some),
-    `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors), `rearranged` (loaded
-    bytes do not stay as they came). where: what it needs besides for one kind of load.
+    `kernel_layout` (a kernel that consumes the experts), `kernel_state` (one that owns tensors); or a kind of load
+    that must go before. where: what it needs besides for one kind of load.
 
     without: feature -> what is found instead where the model lacks it. after: kind of load, or `sleep2`, a sleep that
     discards the weights -> what is found instead where it comes before; words of several, features among them, must
@@ -92,10 +92,14 @@ class About:
         ways = [way for way in self.via if way in via]
         if not ways:
             return f"no load goes via {' or '.join(self.via)}"
-        missing = [need for need in self.needs if need not in features]
-        per_way = [[need for need in self.where.get(way, ()) if need not in features] for way in ways]
+        there = {*via, *features}
+        missing = [need for need in self.needs if need not in there]
+        per_way = [[need for need in self.where.get(way, ()) if need not in there] for way in ways]
         missing += min(per_way)
-        return f"there is no {missing[0]}" if missing else ""
+        if not missing:
+            return ""
+        is_load = missing[0] in STARTS + RELOADS
+        return f"no load goes via {missing[0]}" if is_load else f"there is no {missing[0]}"
 
 
 def features(
@@ -118,6 +122,4 @@ def features(
         found.add("kernel_layout")
     if found & {"kernel_layout", "kernel_object"}:
         found.add("kernel_state")
-    if found & {"kernel_layout", "in_place"}:
-        found.add("rearranged")
     return frozenset(found)

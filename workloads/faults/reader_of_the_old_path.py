@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from workloads.loading.loader import Incoming, Reader
     from workloads.loading.weights import ModelRoot
 
-ABOUT = About("H", ("vllm#32718",), "stale", via=RELOADS)
+ABOUT = About("H", ("vllm#32718",), "stale", via=RELOADS, needs=("safetensors",))
 
 
 class Fault(LoaderFault):

@@ -14,7 +14,7 @@ ABOUT = About(
     "stale_padding",
     via=RELOADS,
     needs=("padding",),
-    where={"direct": ("rearranged",)},  # else padding in place is as it was
+    where={"direct": ("kernel_state",)},  # else padding in place is as it was
 )
 
 

@@ -8,7 +8,7 @@ from workloads.faults._about import About
 if TYPE_CHECKING:
     from workloads.loading.loader import Reader, UpdateStats
 
-ABOUT = About("H", ("vllm#51665",), "stale", via=RELOADS, needs=("tied",), after={"sleep2": "alias_broken"})
+ABOUT = About("H", ("vllm#51665",), "alias_broken", via=RELOADS, needs=("tied", "safetensors"))
 
 
 class Fault(LoaderFault):
