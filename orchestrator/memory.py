@@ -2,21 +2,19 @@
 
 import os
 from dataclasses import replace
-from functools import cache
 from math import ceil
 from pathlib import Path
 from typing import Any
 
+from orchestrator import mega_moe_memory
 from orchestrator.config.schema import Root
+from workloads.kernels.moe_choice import HOPPER, Choice
 from workloads.loading.tensor_table import MXFP4_GROUP, bytes_by_component
-from workloads.models.architectures import model_plan, tensor_table
+from workloads.models.architectures import ARCHITECTURES, model_plan, tensor_table
 from workloads.models.planning import DRAFTERS, Experts, Load, Part
 from workloads.models.stages import stage_layers, staged
 from workloads.spec import Backend, Parallelism, Step
 
-BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
-TOKEN_MULTIPLE = 384  # their least common multiple: token capacities are rounded up to it
-SM100_MULTIPROCESSORS = 148
 EXPERT_ALIGNMENT = {"cpu": 128, "sm90": 128, "sm100": 512}  # of both expert dimensions under MegaMoE
 
 # Beside weights and caches. CUDA: context, NCCL's channels, the activations of one batch, graph pools.
@@ -42,10 +40,16 @@ def _parts_of_stage(root: Root, stage: int) -> list[Part]:
     parts = _weights(root, experts, stage)
     if experts is not None:
         parts += [*_expert_padding(experts, layout, backend), *_second_copies(experts, layout, backend)]
+        if experts.drafter is not None:
+            of_drafter = _expert_padding(experts.drafter, layout, backend)
+            parts += [replace(part, name=f"drafter's {part.name}") for part in of_drafter]
     elsewhere = staged(root.model.architecture).derived_first if stage else ()
     parts += [part for part in plan.derived(dimensions, layout.tp) if part.name not in elsewhere]
     if experts is not None and backend.moe_kernel == "mega_moe":
-        parts += [*_symmetric_buffer(experts, layout, backend), _finalise_peak(experts, layout, backend)]
+        tensors = _expert_tensors(experts, layout, backend)
+        parts += mega_moe_memory.parts(
+            experts, layout, backend, padded_intermediate(experts, backend), tensors
+        )
     load = Load(backend.max_requests, backend.max_requests * backend.max_model_len)
     reserve = Part(
         "reserve", "reserve", RESERVE_BYTES[backend.device], f"{backend.device} runtime, activations"
@@ -73,6 +77,16 @@ def _stage_experts(root: Root, stage: int) -> Experts | None:
     return experts if experts is not None and experts.layers else None
 
 
+def planned_kernel(root: Root) -> Choice | None:
+    """Of the routed experts, where the model of a native engine has any."""
+    if root.model.architecture not in ARCHITECTURES:
+        return None
+    experts = model_plan(root.model.architecture).experts(dimensions_of(root))
+    if experts is None:
+        return None
+    return mega_moe_memory.planned_kernel(experts, root.parallelism, root.backend)
+
+
 def has_drafter(root: Root) -> bool:
     """Whether the model has a drafter, which is then a root of its own."""
     return any(getattr(dimensions_of(root), name, 0) > 0 for name in DRAFTERS)
@@ -92,7 +106,8 @@ def update_bytes(root: Root) -> int:
     """What an update needs on top of serving, for the expert parameters that finalising consumed, at most one layer
     at a time.
 
-    Layerwise: fresh memory for all of them. Direct: the same without W2, which still lies in its loaded layout.
+    Layerwise: fresh memory for all of them. Direct: the same without W2, which still lies in its loaded layout, but for
+    our own kernel, which packs it, too.
     Expert by expert: one expert. Tensors that come neither layer by layer nor in the order of the model open layers
     before others are closed: up to all layers are open then.
     """
@@ -106,9 +121,13 @@ def _update_bytes(root: Root, experts: Experts) -> int:
     w13, w13_scale, w2, w2_scale = _expert_tensors(experts, root.parallelism, root.backend)
     layer = w13 + w13_scale + w2 + w2_scale
     local = _local_slots(experts, root.parallelism)
-    needs = {"layerwise": layer, "direct": layer - w2, "per_expert": layer // local}
+    kept, packing = w2, 0
+    if mega_moe_memory.planned_kernel(experts, root.parallelism, root.backend).kernel == HOPPER:
+        kept = 0  # nothing that serves lies as it was loaded
+        packing = mega_moe_memory.pack_bytes(experts, padded_intermediate(experts, root.backend))
+    needs = {"layerwise": layer, "direct": layer - kept, "per_expert": layer // local}
     updates = [step for step in root.load_path.steps if step.do == "update"]
-    return max((needs[s.via] * _layers_open(s, experts) for s in updates), default=0)
+    return max((needs[s.via] * _layers_open(s, experts) + packing for s in updates), default=0)
 
 
 def _layers_open(step: Step, experts: Experts) -> int:
@@ -122,6 +141,12 @@ def machine_bytes() -> int:
     limits = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     found = [text for path in limits if path.is_file() and (text := path.read_text().strip()).isdigit()]
     return min([installed, *(int(text) for text in found)])
+
+
+def machine_gpus() -> int:
+    """NVIDIA GPUs that the driver of this machine shows."""
+    listed, devices = Path("/proc/driver/nvidia/gpus"), Path("/dev").glob("nvidia[0-9]*")
+    return max(len(list(listed.iterdir())) if listed.is_dir() else 0, len(list(devices)))
 
 
 def padded_intermediate(experts: Experts, backend: Backend) -> int:
@@ -198,82 +223,3 @@ def _second_copies(experts: Experts, layout: Parallelism, backend: Backend) -> l
     nbytes = experts.layers * sum(_expert_tensors(experts, layout, backend)) * added // slots
     basis = f"{slots} slots a layer, {layout.redundant_experts} of all ranks' for second copies"
     return [Part("redundant experts", "weights", nbytes, basis)]
-
-
-def _finalise_peak(experts: Experts, layout: Parallelism, backend: Backend) -> Part:
-    """L2's weight is aliased; L1's weight and both scales are fresh copies while the raw ones still live."""
-    w13, w13_scale, _, w2_scale = _expert_tensors(experts, layout, backend)
-    return Part("finalise peak", "peak", w13 + w13_scale + w2_scale, "one layer's experts in both layouts")
-
-
-def _symmetric_buffer(experts: Experts, layout: Parallelism, backend: Backend) -> list[Part]:
-    if backend.arch != "sm100":
-        return []  # the CPU reference exchanges through ordinary tensors
-    nbytes = mega_moe_buffer_bytes(
-        tokens=backend.max_batch_tokens,
-        ranks=layout.ep,
-        topk=experts.per_token,
-        experts=experts.count + layout.redundant_experts,
-        hidden=experts.hidden,
-        intermediate=padded_intermediate(experts, backend),
-        sms=SM100_MULTIPROCESSORS,
-        shared=experts.fused_shared,
-    )
-    return [
-        Part("MegaMoE buffer", "buffer", nbytes, f"{backend.max_batch_tokens} tokens a pass, EP{layout.ep}")
-    ]
-
-
-@cache
-def mega_moe_ring_tokens(
-    tokens: int, ranks: int, topk: int, experts: int, hidden: int, intermediate: int, sms: int
-) -> int:
-    """Tokens that DeepGEMM 26/07's ring between dispatch and the second GEMM must hold: over the tile heights,
-    the blocks that its interleaved scheduler can have between first and last use."""
-    local, clusters, n1, n2 = experts // ranks, sms // 2, 2 * intermediate // 256, hidden // 256
-    most = 0
-    for block_m in BLOCK_M:
-        blocks = ceil(tokens * ranks * min(topk, local) / block_m) + local
-        warm = max(
-            ceil(ceil(clusters / n2) * n1 / clusters),
-            ceil((n1 + (blocks - 1) * max(n1 - n2, 0)) / clusters) + 1,
-        )
-        warm = min(warm, ceil(blocks * n1 / clusters))
-        live = ceil(min(warm * clusters, blocks * n1) / n1) + ceil(clusters / min(n1, n2))
-        live += ceil(blocks * (n2 - n1) / n2) if n2 > n1 else 0
-        most = max(most, min(blocks, live) * block_m)
-    return _round_up(most, TOKEN_MULTIPLE)
-
-
-@cache
-def mega_moe_buffer_bytes(
-    tokens: int,
-    ranks: int,
-    topk: int,
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    sms: int,
-    shared: int = 0,
-) -> int:
-    """Bytes of DeepGEMM's symmetric buffer on one rank, FP8 activations.
-
-    tokens: largest number of one forward pass; hidden, intermediate: of the routed experts; shared: intermediate size
-    of the shared ones, if the kernel computes them.
-    """
-    tokens, local = _round_up(tokens, TOKEN_MULTIPLE), experts // ranks
-    ring = mega_moe_ring_tokens(tokens, ranks, topk, experts, hidden, intermediate, sms)
-    received = tokens * ranks * min(topk, local)
-    pool = max(_round_up(received + local * (block_m - 1), block_m) for block_m in BLOCK_M)
-    scale_rows = max(ceil(ring / block_m) * _round_up(block_m, 128) for block_m in BLOCK_M)
-    workspace = 128 + 16 * experts + 8 * local + 2 * ring + 4 * ceil(tokens / 8)
-    workspace += 4 * local * ranks**2 * tokens + 12 * pool
-    inputs = tokens * (hidden + hidden // 32 + 12 * topk)
-    rings = ring * (hidden + intermediate + 4) + scale_rows * (hidden + intermediate) // 32
-    own = ceil(tokens / 8) * 128 * (hidden + shared) // 32 + tokens * shared if shared else 0
-    combine = (topk + bool(shared)) * tokens * 2 * hidden
-    return workspace + inputs + rings + own + combine
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return ceil(value / multiple) * multiple

@@ -141,7 +141,11 @@ def _engine(root: Root) -> Iterator[str]:
     b = root.backend
     where = b.device if b.device == b.arch else f"{b.device} {b.arch}"
     if b.engine != "vllm":
-        yield f"engine {b.engine} on {where}, MoE kernel {b.moe_kernel}, communication {b.communication}"
+        chosen = memory.planned_kernel(root)
+        kernel = f"{b.moe_kernel} ({chosen.kernel})" if b.device == "cuda" and chosen else b.moe_kernel
+        yield f"engine {b.engine} on {where}, MoE kernel {kernel}, communication {b.communication}"
+        if chosen and chosen.fallback:
+            yield f"no fast kernel of experts: {chosen.reason}"
         return
     sources = (("environment", b.environment), ("interpreter", b.python), ("server", b.url))
     of = [f"{kind} {name}" for kind, name in sources if name is not None]
@@ -224,6 +228,8 @@ def _checkpoints(out: Console, root: Root) -> None:
 def _cell(out: Console, one: Planned, sources: Sequence[str]) -> None:
     out.print(f"\n[bold]Cell {one.id}[/]")
     out.print(escape("  " + ", ".join(f"{key}={value}" for key, value in one.cell["labels"].items())))
+    if "needs" in one.cell:
+        out.print(escape(f"  NOT_RUN: {one.cell['needs']}"))
     _steps(out, one.cell)
     _update_memory(out, one.root)
     for line in sources:

@@ -12,6 +12,7 @@ from orchestrator.config.schema import Root
 from orchestrator.provenance import ProvenanceError
 from orchestrator.rules.cell_rules import problems
 from orchestrator.rules.checkpoint_rules import checkpoint_problems
+from orchestrator.rules.cluster_rules import gpus_needed
 from orchestrator.rules.engine_rules import engine_problems
 
 
@@ -42,6 +43,7 @@ def plan(arguments: Sequence[str], multirun: bool = False, config_dir: str | Non
         if one.root is None or (found := problems(one.root) or _outside(one.root)):
             one.problems += found if one.root is not None else []
             continue
+        one.root.needs = one.root.needs or gpus_needed(one.root)
         try:
             frozen = freeze(one.root, one.labels)
         except (ProvenanceError, Gsm8kError) as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from orchestrator import memory
 from orchestrator.cluster import slurm
 from orchestrator.config import text
 from orchestrator.config.schema import Bound, Cluster, Preflight, Root
@@ -13,8 +14,8 @@ def _cluster(root: Root) -> Problems:
     yield from one_of("cluster.kind", c.kind, ["local", "slurm", "ray"])
     if b.device == "cuda" and c.device != "cuda":
         yield (
-            f"backend.device is cuda, but cluster.device is {c.device}: choose a cluster with GPUs, or "
-            "backend=native."
+            f"backend.device is cuda, but cluster.device is {c.device}: choose a cluster with GPUs, such as "
+            "cluster=local_hopper for those of this machine, or backend=native."
         )
     elif b.device == "cuda" and b.arch != c.arch:
         yield f"backend.arch is {b.arch}, but cluster.arch is {c.arch}; kernels are built for one of them."
@@ -32,6 +33,25 @@ def _cluster(root: Root) -> Problems:
             f"cluster.segment is on, but an EP group of {p.ep} does not fill whole nodes of {p.gpus_per_node} GPUs: "
             "choose an ep that is a multiple of gpus_per_node."
         )
+
+
+def gpus_needed(root: Root) -> str:
+    """Why this machine's GPUs cannot hold a local cell; "" where they can, or it runs elsewhere or on CPUs."""
+    c, p = root.cluster, root.parallelism
+    if c.kind != "local" or root.backend.device != "cuda":
+        return ""
+    there = memory.machine_gpus()
+    if there < p.ranks:
+        return (
+            f"cluster.kind is local, the layout takes {p.ranks} GPU{'s' if p.ranks > 1 else ''}, and this machine has "
+            f"{there or 'none'}: run it where they are, or take a backend on CPUs, such as native."
+        )
+    if p.nodes > 1:
+        return (
+            f"cluster.kind is local and parallelism.nodes is {p.nodes}: on one machine the ranks of every node would "
+            f"take its first {p.gpus_per_node} GPUs; set parallelism.nodes=1 and gpus_per_node={p.ranks}."
+        )
+    return ""
 
 
 def _ray(root: Root) -> Problems:

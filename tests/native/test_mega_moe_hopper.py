@@ -11,6 +11,7 @@ from torch import Tensor
 from workloads.kernels import mega_moe_build as build
 from workloads.kernels import mega_moe_hopper as hopper
 from workloads.kernels import mega_moe_hopper_layout as layout
+from workloads.kernels import mega_moe_hopper_sizes as sizes
 from workloads.kernels.activations import SituParameters, SwigluParameters
 from workloads.kernels.mega_moe_hopper_kernel import HopperMegaMoE, HopperReference
 from workloads.kernels.moe import LoadedLayoutReference, MoEKernel
@@ -109,6 +110,41 @@ def test_preparing_in_place_keeps_addresses_and_refuses_what_is_damaged() -> Non
         kernel.prepare(*new)
     with pytest.raises(ValueError, match="multiple of 128"):
         kernel.prepare(*(t[..., : t.shape[-1] // 4] for t in new[:2]), new[2][:, :64], new[3][:, :64])
+
+
+def test_a_plan_knows_the_bytes_of_the_layout() -> None:
+    held = HopperMegaMoE().prepare(*raw_experts())
+    assert sizes.layer_bytes(EXPERTS, HIDDEN, INNER) == sum(part.nbytes for part in held)
+
+
+def test_packing_takes_the_planned_memory_of_one_expert() -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (2, 512, 128), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(100, 122, (2, 512, 8), dtype=torch.uint8, generator=generator)
+    held = layout.pack(codes, scale, gated=True)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        layout.pack(codes, scale, gated=True, into=held[:2])
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    most = now = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    assert 0.9 * sizes.PACK_BYTES < most / (512 * 256) <= sizes.PACK_BYTES
+
+
+def test_an_update_that_does_not_fit_is_refused_before_anything_is_written() -> None:
+    kernel = HopperMegaMoE()
+    held = kernel.prepare(*raw_experts())
+    before = [part.clone() for part in held]
+    with pytest.raises(ValueError, match=r"update of l1_weight has shape \(2, 2, 2, 8192\)"):
+        kernel.prepare(*(part[:2] for part in raw_experts(1)), into=held)
+    damaged = raw_experts(1)
+    damaged[3][0, 0, 0] = 255
+    with pytest.raises(ValueError, match="a NaN"):
+        kernel.prepare(*damaged, into=held)
+    assert all(map(torch.equal, held, before))
 
 
 def quantized(row: np.ndarray, group: int) -> np.ndarray:

@@ -88,8 +88,7 @@ def test_the_choice_sees_the_dimensions_of_the_model(
     monkeypatch.setattr(moe_layers, "choose", choose)
     NativeEngine(make_spec(k3_checkpoint), 0)
     config = make_spec(k3_checkpoint).model.kimi_k3
-    padded = -(-config.moe_intermediate_size // 128) * 128
-    sizes = (config.num_experts, config.num_experts_per_token, config.moe_latent_size, padded)
+    sizes = (config.num_experts, config.num_experts_per_token, config.moe_latent_size)
     assert seen == [("mega_moe", ExpertShape("mxfp4", *sizes, situ=True), 1)]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator import memory
+from orchestrator import mega_moe_memory, memory
 from orchestrator.config.compose import compose
 from orchestrator.config.schema import Root
 from workloads.models.kimi_k3 import plan
@@ -48,8 +48,10 @@ def test_symmetric_buffer_of_kimi_k3(tokens: int, ring: int, gibibytes: float) -
         "sms": 148,
     }
     rounded = -(-tokens // 384) * 384
-    assert memory.mega_moe_ring_tokens(tokens=rounded, **layout) == ring
-    assert memory.mega_moe_buffer_bytes(tokens=tokens, **layout) / 2**30 == pytest.approx(gibibytes, abs=0.06)
+    assert mega_moe_memory.mega_moe_ring_tokens(tokens=rounded, **layout) == ring
+    assert mega_moe_memory.mega_moe_buffer_bytes(tokens=tokens, **layout) / 2**30 == pytest.approx(
+        gibibytes, abs=0.06
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_symmetric_buffer_of_kimi_k3(tokens: int, ring: int, gibibytes: float) -
 def test_ring_of_the_deepseek_v4_shapes(
     ranks: int, experts: int, hidden: int, intermediate: int, ring: int
 ) -> None:
-    assert memory.mega_moe_ring_tokens(8448, ranks, 6, experts, hidden, intermediate, 148) == ring
+    assert mega_moe_memory.mega_moe_ring_tokens(8448, ranks, 6, experts, hidden, intermediate, 148) == ring
 
 
 def test_only_the_gpu_kernel_has_a_symmetric_buffer() -> None:
@@ -116,6 +118,6 @@ def test_mega_moe_buffer_with_a_shared_expert(
 ) -> None:
     """DeepSeek-V4-Flash and -Pro, top-6, 8192 tokens."""
     layout = {"ranks": ranks, "topk": 6, "experts": experts, "hidden": hidden, "intermediate": intermediate}
-    with_it = memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148, shared=intermediate)
+    with_it = mega_moe_memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148, shared=intermediate)
     assert with_it / 2**30 == pytest.approx(gibibytes, abs=0.06)
-    assert with_it > memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148)
+    assert with_it > mega_moe_memory.mega_moe_buffer_bytes(tokens=8192, **layout, sms=148)

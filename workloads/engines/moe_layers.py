@@ -1,14 +1,12 @@
 """Which kernel serves the routed experts of a rank of the native engine: chosen once, and told layer by layer."""
 
 from collections.abc import Iterator, Mapping
-from math import ceil
 from typing import Any
 
 import torch
 from torch import nn
 
 from workloads.engines.protocol import Rule, UnsupportedError
-from workloads.kernels.mega_moe_layout import LAYOUT_MULTIPLE
 from workloads.kernels.moe_choice import Choice, ExpertShape, Machine, choose
 from workloads.kernels.moe_kernels import machine
 from workloads.models.architectures import model_plan
@@ -86,7 +84,6 @@ def _shape(spec: GangSpec) -> ExpertShape | None:
         count=experts.count + spec.parallelism.redundant_experts,
         per_token=experts.per_token,
         hidden=experts.hidden,
-        intermediate=ceil(experts.intermediate / LAYOUT_MULTIPLE) * LAYOUT_MULTIPLE,
         situ=experts.situ,
         shared=bool(experts.fused_shared),
     )

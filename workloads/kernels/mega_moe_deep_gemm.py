@@ -200,6 +200,8 @@ class Sm100MegaMoE(MegaMoEReference):
     tokens: most of one call on one rank. The buffer is made at the first call, by all ranks of the group, and kept.
     """
 
+    multiple = SM100_MULTIPLE
+
     def __init__(self, tokens: int) -> None:
         self._tokens = tokens
         self._module = find(SM100_ENTRY_POINTS)

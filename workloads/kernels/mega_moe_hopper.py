@@ -26,15 +26,13 @@ import torch
 from torch import Tensor
 
 from workloads.kernels import mega_moe_build
+from workloads.kernels import mega_moe_hopper_sizes as sizes
 from workloads.kernels.activations import GatedActivation, SituParameters, SwigluParameters
-from workloads.kernels.mega_moe_hopper_layout import SCALE_BYTES, TILE, WEIGHT_BYTES
+from workloads.kernels.mega_moe_hopper_sizes import TILE, WEIGHT_BYTES
+from workloads.kernels.mega_moe_hopper_sizes import scale_bytes as _scale_bytes
+from workloads.kernels.moe_choice import MOST_EXPERTS, MOST_SLOTS
 
-MOST_EXPERTS = 1024  # of one rank: threads of the block that routes
-MOST_SLOTS = 32
 MOST_PAIRS = 1 << 22  # (token, slot) pairs of one call
-SMALL_TILE, LARGE_TILE = 32, 224  # tokens of an expert that one task takes
-SMALL_ROWS = 20  # tokens of an expert, on average, up to which the small tile is the faster one
-_ALIGNMENT = 1024
 
 
 class _Shape(ctypes.Structure):
@@ -103,9 +101,8 @@ def run(tokens: Tokens, experts: Experts, activation: GatedActivation, combine: 
     rows = tokens.x.new_empty((count if combine else count * slots, hidden), dtype=torch.bfloat16)
     if count == 0:
         return rows
-    pairs = count * slots
-    largest = SMALL_TILE if pairs <= SMALL_ROWS * number else LARGE_TILE
-    shape = _Shape(count, slots, number, hidden, inner, largest, min(number, pairs) + pairs // largest)
+    largest, tiles = sizes.tasks(count * slots, number)
+    shape = _Shape(count, slots, number, hidden, inner, largest, tiles)
     memory, buffers = _workspace(shape, tokens.x.device, combine)
     for name, tensor in _given(tokens, experts):
         setattr(buffers, name, tensor.data_ptr())
@@ -191,10 +188,6 @@ def check_arguments(tokens: Tokens, experts: Experts) -> None:
             )
 
 
-def _scale_bytes(columns: int) -> int:
-    return columns // TILE * SCALE_BYTES + TILE
-
-
 def _given(tokens: Tokens, experts: Experts) -> Iterator[tuple[str, Tensor]]:
     names = ("w13", "s13", "w2", "s2")
     yield from zip(names, experts, strict=True)
@@ -206,26 +199,9 @@ def _given(tokens: Tokens, experts: Experts) -> Iterator[tuple[str, Tensor]]:
 def _workspace(shape: _Shape, device: torch.device, combine: bool) -> tuple[Tensor, _Buffers]:
     """One allocation for everything between the launches, and pointers into it."""
     pairs = shape.tokens * shape.slots
-    rows = pairs + 7 * min(shape.experts, pairs)  # an expert's last tile is filled up to a multiple of 8
-    sizes = {
-        "xq": rows * shape.hidden,
-        "hq": rows * shape.inner,
-        "xs": rows * (shape.hidden // 128) * 4,
-        "hs": rows * (shape.inner // 64) * 4,
-        "place": pairs * 4,
-        "row_pair": rows * 4,
-        "row_weight": rows * 4,
-        "tiles": shape.max_tiles * 12,
-        "done": shape.max_tiles * 4,
-        "state": 8,
-        "out": pairs * shape.hidden * 2 if combine else 0,
-    }
-    starts, end = {}, 0
-    for name, size in sizes.items():
-        starts[name] = end
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end + _ALIGNMENT, dtype=torch.uint8, device=device)
-    base = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+    starts, size = sizes.workspace(pairs, shape.experts, shape.hidden, shape.inner, combine)
+    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    base = -(-memory.data_ptr() // sizes.ALIGNMENT) * sizes.ALIGNMENT
     return memory, _Buffers(**{name: base + start for name, start in starts.items()})
 
 

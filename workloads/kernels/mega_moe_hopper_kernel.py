@@ -9,6 +9,7 @@ from torch import Tensor
 from workloads.kernels import mega_moe_hopper as hopper
 from workloads.kernels import mega_moe_hopper_layout as layout
 from workloads.kernels.activations import GatedActivation
+from workloads.kernels.mega_moe_hopper_sizes import TILE, WEIGHT_BYTES, scale_bytes
 from workloads.kernels.mega_moe_layout import check_alignment
 from workloads.kernels.moe import (
     ExpertWeights,
@@ -32,6 +33,7 @@ class HopperMegaMoE:
     """
 
     keeps_w2 = False
+    multiple = TILE
 
     def __init__(self) -> None:
         self.folded: Sequence[int] = ()
@@ -41,18 +43,16 @@ class HopperMegaMoE:
     ) -> ExpertWeights:
         """As of `MoEKernel`; no part is an alias. ValueError for a NaN among the scales: the kernel has none."""
         _, hidden, intermediate = check_shapes(w13, w13_scale, w2, w2_scale)
-        check_alignment(hidden, intermediate, layout.TILE)
+        check_alignment(hidden, intermediate, TILE)
         for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
             _check_scale(name, scale)
-        first, second = layout.pack(w13, w13_scale, gated=True), layout.pack(w2, w2_scale, gated=False)
+        if into is not None:
+            _check_storage(into, len(w13), hidden, intermediate)
+        held = (None, None) if into is None else (into[:2], into[2:])
+        first = layout.pack(w13, w13_scale, gated=True, into=held[0])
+        second = layout.pack(w2, w2_scale, gated=False, into=held[1])
         self.folded = (first.out_of_range + second.out_of_range).tolist()
-        packed = ExpertWeights(first.weight, first.scale, second.weight, second.scale)
-        if into is None:
-            return packed
-        for name, source, target in zip(ExpertWeights._fields, packed, into, strict=True):
-            check_same_shape(name, source, target)
-            target.copy_(source)
-        return into
+        return ExpertWeights(first.weight, first.scale, second.weight, second.scale) if into is None else into
 
     def restore(self, weights: ExpertWeights) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return (
@@ -105,7 +105,7 @@ def _dequantize(q: Tensor, scales: Tensor) -> Tensor:
 
 
 HOPPER_RECIPE = Recipe(
-    quantize=lambda x: _quantize(x, layout.TILE),
+    quantize=lambda x: _quantize(x, TILE),
     dequantize=_dequantize,
     quantize_hidden=lambda x: _quantize(x, HIDDEN_GROUP),
     dequantize_hidden=_dequantize,
@@ -123,6 +123,18 @@ class HopperReference(LoadedLayoutReference):
         """Exponents out of the layout's range are those that the kernel takes instead."""
         folded = [layout.folded_exponents(*pair) for pair in ((w13, w13_scale), (w2, w2_scale))]
         return super().prepare(w13, folded[0], w2, folded[1], into)
+
+
+def _check_storage(into: ExpertWeights, experts: int, hidden: int, inner: int) -> None:
+    """ValueError, before anything is written, where an update does not fit the storage that it must keep."""
+    shapes = (
+        (experts, 2 * inner // TILE, hidden // TILE, WEIGHT_BYTES),
+        (experts, 2 * inner // TILE, scale_bytes(hidden)),
+        (experts, hidden // TILE, inner // TILE, WEIGHT_BYTES),
+        (experts, hidden // TILE, scale_bytes(inner)),
+    )
+    for name, shape, target in zip(ExpertWeights._fields, shapes, into, strict=True):
+        check_same_shape(name, torch.empty(shape, device="meta"), target)
 
 
 def _check_scale(name: str, scale: Tensor) -> None:

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-TILE = 128
+from workloads.kernels.mega_moe_hopper_sizes import SCALE_BYTES, TILE, WEIGHT_BYTES, scale_bytes
+
 GROUP = 32
-WEIGHT_BYTES, SCALE_BYTES = 8192, 512  # of a tile
 FOLDS = 26  # octaves below the row's largest exponent that the kernel tells apart
 SMALLEST_LARGEST = 27  # the row's scale, 2^(largest - 140), must be a normal float32
 NAN_SCALE = 255
@@ -45,14 +45,23 @@ class Packed(NamedTuple):
     out_of_range: Tensor
 
 
-def pack(codes: Tensor, scale: Tensor, gated: bool) -> Packed:
-    """Loaded uint8 [E, M, K/2] and uint8 [E, M, K/32] -> the kernel's layout, new tensors; M, K multiples of 128.
+def pack(codes: Tensor, scale: Tensor, gated: bool, into: tuple[Tensor, Tensor] | None = None) -> Packed:
+    """Loaded uint8 [E, M, K/2] and uint8 [E, M, K/32] -> the kernel's layout, `into` or new tensors; M, K multiples of
+    128. One expert's matrix at a time takes memory beside it.
 
     gated: the first matrix, whose loaded rows are all gates above all ups.
     """
-    packed = [_pack_one(w, s, gated) for w, s in zip(codes, scale, strict=True)]
-    columns = [torch.stack(parts) for parts in zip(*packed, strict=True)]
-    return Packed(*columns)
+    experts, rows, columns = codes.shape[0], codes.shape[1] // TILE, 2 * codes.shape[2]
+    if into is None:
+        weight = codes.new_empty((experts, rows, columns // TILE, WEIGHT_BYTES))
+        into = weight, codes.new_empty((experts, rows, scale_bytes(columns)))
+    counts = []
+    for e in range(experts):
+        one_weight, one_scale, out_of_range = _pack_one(codes[e], scale[e], gated)
+        into[0][e].copy_(one_weight)
+        into[1][e].copy_(one_scale)
+        counts.append(out_of_range)
+    return Packed(*into, torch.stack(counts))
 
 
 def unpack(weight: Tensor, scale: Tensor, gated: bool) -> tuple[Tensor, Tensor]:

@@ -44,10 +44,12 @@ class MoEKernel(Protocol):
     """Routed experts with MXFP4 weights, expert-parallel over `group`.
 
     keeps_w2: what `prepare` makes of w2 is an alias of it, in its loaded layout. folded: of each expert of the last
-    `prepare`, groups of weights whose exponent the layout could not hold; empty where it holds all.
+    `prepare`, groups of weights whose exponent the layout could not hold; empty where it holds all. multiple: to which
+    the intermediate size of experts must be padded.
     """
 
     keeps_w2: bool
+    multiple: int
     folded: Sequence[int]
 
     def prepare(
@@ -108,6 +110,7 @@ class MegaMoEReference:
     """CPU reference of DeepGEMM's MegaMoE, reading the fused layout."""
 
     keeps_w2 = True
+    multiple = layout.LAYOUT_MULTIPLE
     folded: Sequence[int] = ()
 
     def prepare(
@@ -170,6 +173,7 @@ class LoadedLayoutReference:
     """The same numerics on weights as the checkpoint lays them out; nothing is post-processed."""
 
     keeps_w2 = True
+    multiple = layout.LAYOUT_MULTIPLE
     folded: Sequence[int] = ()
     recipe = MEGA_MOE_RECIPE
 

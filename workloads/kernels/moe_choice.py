@@ -47,14 +47,13 @@ class Machine:
 @dataclass(frozen=True)
 class ExpertShape:
     """The routed experts of a layer as its kernel sees them. weights: mxfp4 | fp8 (blocks of 128 x 128) | nvfp4 | bf16
-    | ... count: of the whole layer, second copies included. intermediate: padded. situ: SiTU is between the matrices,
-    else SwiGLU. shared: the kernel is to compute a shared expert, too."""
+    | ... count: of the whole layer, second copies included. situ: SiTU is between the matrices, else SwiGLU. shared:
+    the kernel is to compute a shared expert, too."""
 
     weights: str
     count: int
     per_token: int
     hidden: int
-    intermediate: int
     situ: bool = False
     shared: bool = False
 
@@ -145,9 +144,9 @@ _OBSTACLES = {DEEP_GEMM_SM100: _sm100, DEEP_GEMM_SM90: _sm90, HOPPER: _hopper}
 
 
 def _sizes(experts: ExpertShape, multiple: int) -> Iterator[str]:
-    for name, size in (("hidden", experts.hidden), ("intermediate", experts.intermediate)):
-        if size <= 0 or size % multiple:
-            yield f"the {name} size {size} is no multiple of {multiple}"
+    """The intermediate size is padded to whatever the kernel wants."""
+    if experts.hidden <= 0 or experts.hidden % multiple:
+        yield f"the hidden size {experts.hidden} is no multiple of {multiple}"
     if experts.per_token > MOST_SLOTS:
         yield f"a token has {experts.per_token} experts, and it takes {MOST_SLOTS}"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from workloads.kernels.activations import GatedActivation
-from workloads.kernels.mega_moe_layout import LAYOUT_MULTIPLE, unfuse_l2_weight
+from workloads.kernels.mega_moe_layout import unfuse_l2_weight
 from workloads.kernels.moe import ExpertWeights, MoEKernel
 from workloads.kernels.shared_expert import SharedWeights
 from workloads.loading.tensor_table import MXFP4_GROUP
@@ -41,7 +41,7 @@ class RoutedExperts(WeightModule):
     """MXFP4 experts of this rank of the EP group.
 
     Loaded as `w13_weight` U8 [E, 2I, H/2], `w13_weight_scale` U8 [E, 2I, H/32], `w2_weight` U8 [E, H, I/2] and
-    `w2_weight_scale` U8 [E, H, I/32], where I is padded to a multiple of 128. A kernel with a layout of its own
+    `w2_weight_scale` U8 [E, H, I/32], where I is padded as the kernel wants it. A kernel with a layout of its own
     consumes them in `finalize` into two plain tuples; then the parameters are gone.
 
     redundant: slots beside one for each expert, which hold second copies; E counts all slots of this rank. Derived of
@@ -81,7 +81,8 @@ class RoutedExperts(WeightModule):
         """What lies in this rank's slots."""
         first, count = self.group.share(len(self.slots), "num_experts")
         held = self.slots[first : first + count]
-        return _expert_weights(self.tensors, [f"{self.tensors.prefix}{expert}." for expert in held])
+        names = [f"{self.tensors.prefix}{expert}." for expert in held]
+        return _expert_weights(self.tensors, names, self.kernel.multiple)
 
     def expert_weights(self) -> tuple[torch.Tensor, ...]:
         """What the kernel reads, each [slots of this rank, ...], to be moved in place. RuntimeError while the experts
@@ -188,10 +189,11 @@ class RoutedExperts(WeightModule):
         )
 
 
-def _expert_weights(tensors: ExpertTensors, names: Sequence[str]) -> dict[str, Weight]:
-    """The four stacked parameters of the experts whose checkpoint tensors begin with `names`."""
+def _expert_weights(tensors: ExpertTensors, names: Sequence[str], multiple: int) -> dict[str, Weight]:
+    """The four stacked parameters of the experts whose checkpoint tensors begin with `names`, the intermediate size
+    padded to a multiple."""
     hidden, inner = tensors.hidden, tensors.intermediate
-    padded = -(-inner // LAYOUT_MULTIPLE) * LAYOUT_MULTIPLE
+    padded = -(-inner // multiple) * multiple
     weights = {}
     for suffix, source, values, creation, stored in (
         ("", tensors.weight, 2, 0.0, tensors.stored),
