@@ -32,7 +32,8 @@ class Experts:
     blocks: into which TP ranks divide the intermediate size where there is no expert parallelism; None: they do not.
     padding: what the family's own kernel adds on one rank, by tp and ep; None: only MegaMoE pads.
     fused_shared: intermediate size of the shared experts, where the routed ones' kernel computes them. situ: SiTU is
-    between the matrices, else a gated SiLU.
+    between the matrices, else a gated SiLU. drafter: those of the drafter's layers, where they are not as many as in
+    the model's; None: they are.
     """
 
     count: int
@@ -46,6 +47,7 @@ class Experts:
     padding: Callable[[int, int], Part] | None = None
     fused_shared: int = 0
     situ: bool = False
+    drafter: "Experts | None" = None
 
 
 @dataclass(frozen=True)
