@@ -10,8 +10,15 @@ import torch
 import torch.distributed as dist
 
 from workloads.kernels import mega_moe_deep_gemm as deep_gemm
+from workloads.kernels import moe_kernels
 from workloads.kernels.activations import SituParameters, SwigluParameters
-from workloads.kernels.quantization import quantize_fp8_rows, quantize_fp8_tiles, quantize_mxfp4
+from workloads.kernels.moe_choice import Machine
+from workloads.kernels.quantization import (
+    quantize_fp8_groups,
+    quantize_fp8_rows,
+    quantize_fp8_tiles,
+    quantize_mxfp4,
+)
 
 EXPERTS, HIDDEN, INNER = 2, 512, 512
 GROUP: Any = SimpleNamespace(size=lambda: 1)
@@ -132,6 +139,88 @@ def test_what_is_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deep_gemm, "import_module", broken)
     with pytest.raises(RuntimeError, match=r"built for another torch or CUDA \(undefined symbol"):
         deep_gemm.find(["fp8_mega_moe"])
+
+
+def test_a_machine_tells_what_its_deep_gemm_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absent, built for another torch, without the entry points, and with them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    absent = moe_kernels.machine(gpu)
+    assert absent.deep_gemm == {}
+    assert "deep_gemm is not installed" in absent.why_not
+    assert "Install" not in absent.why_not
+    monkeypatch.setitem(sys.modules, "deep_gemm", ModuleType("deep_gemm"))
+    assert "has no get_symm_buffer_for_mega_moe, fp8_fp4_mega_moe" in moe_kernels.machine(gpu).why_not
+    monkeypatch.setitem(sys.modules, "deep_gemm", Stand(situ=True))
+    complete = moe_kernels.machine(gpu)
+    assert complete.capability == (10, 0)
+    assert "activation_beta" in complete.deep_gemm["fp8_fp4_mega_moe"]
+    assert complete.why_not == ""
+    monkeypatch.setattr(deep_gemm, "import_module", lambda name: (_ for _ in ()).throw(OSError("libc10.so")))
+    assert "built for another torch or CUDA (libc10.so)" in moe_kernels.machine(gpu).why_not
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert moe_kernels.machine(gpu).why_not == ""  # no DeepGEMM would help
+    assert moe_kernels.machine(torch.device("cpu")) == Machine()
+
+
+def test_experts_with_a_nan_are_refused_by_the_kernel_of_sm100(installed: Stand) -> None:
+    w13, w2 = torch.randn(EXPERTS, 2 * INNER, HIDDEN), torch.randn(EXPERTS, HIDDEN, INNER)
+    raw = [*quantize_mxfp4(w13), *quantize_mxfp4(w2)]
+    raw[1][1, 7, 0] = 255
+    with pytest.raises(ValueError, match="w13_scale holds the byte 255, a NaN, first for local expert 1"):
+        deep_gemm.Sm100MegaMoE(tokens=4).prepare(*raw)
+
+
+class Sm90Stand(ModuleType):
+    """The three entry points of `fp8_mega_moe`, which only record; a buffer of 384 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__("deep_gemm")
+        self.calls: list[Any] = []
+        self.buffer = SimpleNamespace(
+            x=torch.zeros(384, HIDDEN, dtype=torch.float8_e4m3fn),
+            x_sf=torch.zeros(384, HIDDEN // 128),
+            topk_idx=torch.zeros(384, 2, dtype=torch.int64),
+            topk_weights=torch.zeros(384, 2),
+        )
+
+    def get_symm_buffer_for_sm90_mega_moe(self, group: Any, *sizes: int) -> Any:
+        return self.buffer
+
+    def transform_weights_for_mega_moe_sm90(self, l1: Any, l2: Any) -> Any:
+        return l1, l2
+
+    def fp8_mega_moe(self, y: torch.Tensor, l1: Any, l2: Any, buffer: Any, activation_clamp: Any) -> None:
+        self.calls.append((y.shape, activation_clamp))
+
+
+def test_tokens_over_the_capacity_and_of_another_kind_never_reach_fp8_mega_moe(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand = Sm90Stand()
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setitem(sys.modules, "deep_gemm", stand)
+    monkeypatch.setattr(deep_gemm, "check_capability", lambda device, major: None)
+    w13 = quantize_fp8_tiles(torch.randn(EXPERTS, 2 * INNER, HIDDEN))
+    w2 = quantize_fp8_tiles(torch.randn(EXPERTS, HIDDEN, INNER))
+    moe = deep_gemm.Fp8MegaMoE(deep_gemm.Fp8Experts(*w13, *w2), GROUP, EXPERTS, 2, 4, 10.0)
+
+    def given(tokens: int) -> list[torch.Tensor]:
+        x, idx, weights = inputs(tokens)
+        return [*(part.contiguous() for part in quantize_fp8_groups(x)), idx, weights]
+
+    with pytest.raises(ValueError, match="5 tokens are more than MegaMoE's buffer was made for, 4"):
+        moe.fill(*given(5))
+    q, scales, idx, weights = given(3)
+    with pytest.raises(ValueError, match=r"x_scale is torch.float64"):
+        moe.fill(q, scales.double(), idx, weights)
+    moe.fill(q, scales, idx, weights)
+    assert torch.equal(stand.buffer.x[:3].view(torch.uint8), q.view(torch.uint8))
+    assert stand.calls == []
+    assert moe.run(3).shape == (3, HIDDEN)
+    assert stand.calls == [((3, HIDDEN), 10.0)]
 
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,44 @@ def test_limits_and_ids() -> None:
         hopper.run(tokens, experts, SituParameters())
 
 
+def test_pairs_over_the_capacity_and_another_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, experts = tokens_and_experts()
+    monkeypatch.setattr(hopper, "MOST_PAIRS", 7)
+    with pytest.raises(
+        ValueError, match="at most 7 pairs of tokens and slots, and got 8 with topk_idx 4 x 2"
+    ):
+        hopper.check_arguments(tokens, experts)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(RuntimeError, match=r"compiled for compute capability 9.0 and cuda:0 has 8.9"):
+        hopper.check_device(torch.device("cuda", 0))
+
+
+def test_too_little_memory_says_what_was_wanted_and_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    shape = hopper._Shape(64, 2, EXPERTS, HIDDEN, INNER, *sizes.tasks(128, EXPERTS))
+    with monkeypatch.context() as context:
+        context.setattr(torch, "empty", full)
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"for 64 tokens of 2 slots, .*lower backend.max_batch_t.*CUDA"
+        ):
+            hopper._workspace(shape, torch.device("cpu"), combine=True)
+
+
+def test_no_expert_can_have_more_tiles_than_there_is_room_for() -> None:
+    """Whether none of them has a token, one has all, or they have whatever: tiles of at most so many tokens each."""
+    generator = np.random.default_rng(0)
+    for pairs, experts in ((1, 1), (20, 1), (21, 1), (64, 64), (700, 8), (5000, 64), (49_152, 56)):
+        largest, tiles = sizes.tasks(pairs, experts)
+        one_has_all = [pairs, *[0] * (experts - 1)]
+        spread = [generator.multinomial(pairs, generator.dirichlet([0.2] * experts)) for _ in range(50)]
+        for counts in (one_has_all, *spread):
+            assert sum(-(-int(count) // largest) for count in counts) <= tiles
+            filled = sum(-(-int(count) // 8) * 8 for count in counts)
+            assert filled <= pairs + 7 * min(experts, pairs)  # rows of the workspace
+
+
 def test_a_build_without_a_compiler_or_with_errors_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

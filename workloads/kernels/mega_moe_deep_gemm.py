@@ -19,7 +19,7 @@ from torch import Tensor
 
 from workloads.kernels.activations import GatedActivation, SituParameters, SwigluParameters
 from workloads.kernels.mega_moe_layout import check_alignment
-from workloads.kernels.moe import ExpertWeights, MegaMoEReference, check_local_experts
+from workloads.kernels.moe import ExpertWeights, MegaMoEReference, check_local_experts, check_scale
 from workloads.kernels.moe_choice import SM90_ENTRY_POINTS, SM100_ENTRY_POINTS, SM100_MULTIPLE
 from workloads.kernels.quantization import quantize_fp8_rows
 from workloads.kernels.shared_expert import SharedWeights
@@ -211,6 +211,8 @@ class Sm100MegaMoE(MegaMoEReference):
         self, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, into: ExpertWeights | None = None
     ) -> ExpertWeights:
         check_alignment(2 * w13.shape[-1], w13.shape[1] // 2, SM100_MULTIPLE)
+        for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+            check_scale(name, scale)
         return super().prepare(w13, w13_scale, w2, w2_scale, into)
 
     def forward(

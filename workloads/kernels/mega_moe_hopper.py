@@ -200,7 +200,14 @@ def _workspace(shape: _Shape, device: torch.device, combine: bool) -> tuple[Tens
     """One allocation for everything between the launches, and pointers into it."""
     pairs = shape.tokens * shape.slots
     starts, size = sizes.workspace(pairs, shape.experts, shape.hidden, shape.inner, combine)
-    memory = torch.empty(size, dtype=torch.uint8, device=device)
+    try:
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise torch.OutOfMemoryError(
+            f"MegaMoE on Hopper needs {size / 1e9:,.2f} GB between its launches for {shape.tokens} tokens of "
+            f"{shape.slots} slots, and {device} has no room for them: lower backend.max_batch_tokens, max_requests or "
+            f"max_model_len. {error}"
+        ) from error
     base = -(-memory.data_ptr() // sizes.ALIGNMENT) * sizes.ALIGNMENT
     return memory, _Buffers(**{name: base + start for name, start in starts.items()})
 

@@ -17,6 +17,7 @@ from workloads.kernels.moe import (
     Recipe,
     check_local_experts,
     check_same_shape,
+    check_scale,
     check_shapes,
 )
 from workloads.kernels.moe_dispatch import combine, dispatch
@@ -45,7 +46,7 @@ class HopperMegaMoE:
         _, hidden, intermediate = check_shapes(w13, w13_scale, w2, w2_scale)
         check_alignment(hidden, intermediate, TILE)
         for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
-            _check_scale(name, scale)
+            check_scale(name, scale)
         if into is not None:
             _check_storage(into, len(w13), hidden, intermediate)
         held = (None, None) if into is None else (into[:2], into[2:])
@@ -135,14 +136,3 @@ def _check_storage(into: ExpertWeights, experts: int, hidden: int, inner: int) -
     )
     for name, shape, target in zip(ExpertWeights._fields, shapes, into, strict=True):
         check_same_shape(name, torch.empty(shape, device="meta"), target)
-
-
-def _check_scale(name: str, scale: Tensor) -> None:
-    """ValueError for a NaN."""
-    bad = (scale == layout.NAN_SCALE).flatten(1).any(1)
-    if bool(bad.any()):
-        expert = int(bad.to(torch.uint8).argmax())
-        raise ValueError(
-            f"{name} holds the byte 255, a NaN, first for local expert {expert}: the checkpoint is damaged, or "
-            "exponent bytes were converted as numbers; MegaMoE on Hopper has no NaN among its weights."
-        )

@@ -31,7 +31,6 @@ from workloads.kernels.mega_moe_hopper_sizes import SCALE_BYTES, TILE, WEIGHT_BY
 GROUP = 32
 FOLDS = 26  # octaves below the row's largest exponent that the kernel tells apart
 SMALLEST_LARGEST = 27  # the row's scale, 2^(largest - 140), must be a normal float32
-NAN_SCALE = 255
 
 _ROWS = (2, 4, 8)  # warpgroups, warps, g
 _COLUMNS = (2, 4, 2, 2, 4)  # of 128: half, c, 32 columns of the half, low or high, i

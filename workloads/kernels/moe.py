@@ -26,6 +26,8 @@ from workloads.kernels.moe_dispatch import combine, dispatch
 from workloads.kernels.quantization import dequantize_fp8_rows, dequantize_mxfp4, quantize_fp8_rows
 from workloads.kernels.shared_expert import SharedWeights, fuse_shared, shared_rows, unfuse_shared
 
+NAN_SCALE = 255  # of the bytes of E8M0
+
 
 class ExpertWeights(NamedTuple):
     """The local experts' weights in the layout of one kernel; what `MoEKernel.prepare` made of them.
@@ -295,6 +297,17 @@ def check_shapes(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -
                 f"needs it as torch.uint8 {shape}: pass the MXFP4 bytes of one layer's local experts."
             )
     return experts, hidden, intermediate
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """ValueError for a NaN among the exponent bytes uint8 [E, N, K/32] of a kernel's weights."""
+    bad = (scale == NAN_SCALE).flatten(1).any(1)
+    if bool(bad.any()):
+        expert = int(bad.to(torch.uint8).argmax())
+        raise ValueError(
+            f"{name} holds the byte {NAN_SCALE}, a NaN, first for local expert {expert}: the checkpoint is damaged, or "
+            "exponent bytes were converted as numbers; MegaMoE reads no NaN among its weights."
+        )
 
 
 def check_same_shape(name: str, source: Tensor, target: Tensor) -> None:
