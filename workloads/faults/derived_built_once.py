@@ -25,8 +25,15 @@ class Fault(LoaderFault):
     @contextmanager
     def _kept(self, modules: "list[WeightModule]") -> Iterator[None]:
         """Whatever derived tensors there are, they end as they were."""
-        held = [(module, name, getattr(module, name, None)) for module in modules for name in module.derived]
-        old = [(*one, one[2].clone()) for one in held if self.lifecycle.via in RELOADS and one[2] is not None]
+        names = [(module, name) for module in modules for name in module.derived if _is_built(module, name)]
+        old = [(*one, getattr(*one).clone()) for one in names if self.lifecycle.via in RELOADS]
         yield
-        for module, name, _, bytes_before in old:
+        for module, name, bytes_before in old:
             getattr(module, name).copy_(bytes_before)
+
+
+def _is_built(module: "WeightModule", name: str) -> bool:
+    """Whether it is there, and is not what a parameter became in its own storage."""
+    derived = getattr(module, name, None)
+    loaded = {parameter.untyped_storage().data_ptr() for parameter in module.parameters(recurse=False)}
+    return derived is not None and derived.untyped_storage().data_ptr() not in loaded
