@@ -77,6 +77,7 @@ def _cell(row: Row, store: str) -> dict[str, Any]:
         "findings": [_finding(f) for f in (*shared.findings(cell), *shared.findings(cell, "base"))],
         "checks": [check for check in cell["checks"] if check["arm"] == "candidate"],
         "base_checks": [check for check in cell["checks"] if check["arm"] == "base"],
+        "versions": two_arms.own_versions(cell),
         "base": two_arms.arm_summary(cell, "base"),
         "candidate": two_arms.arm_summary(cell, "candidate"),
         "base_verdict": two_arms.base_verdict(cell),

@@ -10,16 +10,22 @@ from orchestrator.report.rows import (
     with_names,
 )
 
+_SHOWN = 3  # pairs of versions in front of a table
+
 
 def versions_text(verdict: Json) -> list[str]:
-    """What base and candidate are, each pair once, with the cells that it is about where not all are."""
+    """What base and candidate are, each pair once, with the cells that it is about where not all are; of more pairs
+    than a reader remembers, none."""
     cells: dict[str, list[str]] = {}
     for row in rows(verdict):
-        told = row.cell.get("versions") or {}  # of old results nobody knows
-        if told:
-            text = "; ".join(f"{name}: {version}" for name, version in told.items())
+        if text := own_versions(row.cell):
             cells.setdefault(text, []).append(row.name)
-    return with_names(verdict, cells)
+    return with_names(verdict, cells) if len(cells) <= _SHOWN else []
+
+
+def own_versions(cell: Json) -> str:
+    """`base: vllm 0.31.0; candidate: vllm 0.32.0`, "" with one arm, and of old results, which do not know."""
+    return "; ".join(f"{name}: {version}" for name, version in (cell.get("versions") or {}).items())
 
 
 def speeds_text(verdict: Json) -> list[str]:

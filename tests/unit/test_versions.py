@@ -69,3 +69,15 @@ def test_reports_name_the_releases_that_ran_and_compare_their_speed(tmp_path: Pa
         flat = " ".join(text.replace("<code>", "`").replace("</code>", "`").split())
         assert flat.count("base: vllm 0.31.0; candidate: vllm 0.32.0.") == 1
         assert f"speed: {speed}." in flat
+
+
+def test_many_pairs_of_versions_are_told_with_their_cells_only(tmp_path: Path) -> None:
+    judged = World(base=True).judge(tmp_path)
+    results = [
+        {**judged, "cell": f"c{n}", "versions": {"base": f"fault {n}", "candidate": "no fault"}}
+        for n in range(4)
+    ]
+    told = "base: fault 1; candidate: no fault"
+    assert told in markdown(combine(results[:3]))
+    assert told not in markdown(combine(results))
+    assert html(combine(results)).count(told) == 1
