@@ -52,7 +52,7 @@ def _files(observation: Path, collect: Sequence[str], ranks: int) -> Iterator[Pa
 def _whole(observation: Path, collect: Sequence[str], ranks: int) -> bool:
     broken = [path for path in _files(observation, collect, ranks) if not _is_ended(path)]
     if broken:
-        log.warning("%s is no reference: %s has no end", observation, broken[0])
+        log.info("%s is no reference: %s has no end", observation, broken[0])
     return not broken
 
 
