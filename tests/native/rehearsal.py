@@ -37,11 +37,17 @@ Json = dict[str, Any]
 
 
 class Rehearsal:
-    """Scenarios of one model whose checkpoint lies in `checkpoint`. References are made once for each set of faults."""
+    """Scenarios of one model whose checkpoint lies in `checkpoint`. References are made once for each set of faults.
 
-    def __init__(self, folder: Path, checkpoint: Path, config: Any = CONFIG) -> None:
+    backend: where its engines run; of their limits, small ones are enough.
+    """
+
+    def __init__(
+        self, folder: Path, checkpoint: Path, config: Any = CONFIG, backend: Backend | None = None
+    ) -> None:
         torch.set_num_threads(1)
         self._folder, self._checkpoint = folder, checkpoint
+        self._backend = replace(backend or Backend(), max_model_len=64, max_requests=2)
         self._model = Model("toy", family(config), **{family(config): config})
         self._count = 0
         self._references: dict[tuple[str, ...], dict[str, Path]] = {}
@@ -113,7 +119,7 @@ class Rehearsal:
             output=str(folder),
             model=self._model,
             parallelism=Parallelism(),
-            backend=Backend(moe_kernel="mega_moe", max_model_len=64, max_requests=2),
+            backend=self._backend,
             checkpoints=CHECKPOINTS,
             checkpoint_dirs=dict.fromkeys(CHECKPOINTS, str(self._checkpoint)),
             steps=list(steps),
