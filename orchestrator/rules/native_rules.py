@@ -45,6 +45,9 @@ def _layout(root: Root) -> Problems:
         key = f"{_key(root, experts.keys['count'])} {experts.count}"
         key += f" and redundant_experts {p.redundant_experts}" if p.redundant_experts else ""
         yield from divides("parallelism.ep", p.ep, key, experts.count + p.redundant_experts)
+        if experts.drafter is not None:
+            key = f"{_key(root, experts.drafter.keys['count'])} {experts.drafter.count}"
+            yield from divides("parallelism.ep", p.ep, key, experts.drafter.count)
         yield from _blocks(root, experts)
 
 
@@ -64,7 +67,8 @@ def _stages(root: Root) -> Problems:
             f"parallelism.pp is {pp} and {_key(root, 'num_layers')} {dimensions.num_layers}: every stage "
             f"needs a layer, so lower pp to {dimensions.num_layers} or less."
         )
-    yield from staged(name).problems(dimensions)
+        return
+    yield from staged(name).problems(dimensions, pp)
 
 
 def _adapters(root: Root) -> Problems:
@@ -120,11 +124,12 @@ def _dimensions(root: Root) -> Problems:
     plan = model_plan(root.model.architecture)
     yield from plan.problems(dimensions_of(root))
     experts = plan.experts(dimensions_of(root))
-    if experts is not None and experts.per_token > experts.count:
-        yield (
-            f"{_key(root, experts.keys['per_token'])} is {experts.per_token}, more than the "
-            f"{experts.keys['count']} {experts.count} there are."
-        )
+    for one in (experts, experts and experts.drafter):
+        if one is not None and one.per_token > one.count:
+            yield (
+                f"{_key(root, one.keys['per_token'])} is {one.per_token}, more than the {one.keys['count']} "
+                f"{one.count} there are."
+            )
 
 
 def _key(root: Root, name: str) -> str:

@@ -15,8 +15,7 @@ TOY = DeepseekV41Config(
     engram_layers=[1, 4],
     engram_vocab_size=97,
     num_experts=4,
-    image_tokens=32,
-    dspark_target_layers=[4, 5],
+    image_lengths=[12, 20],
 )
 CONSTANT = ("cos_sin_cache", "token_map", "multipliers", "sizes", "offsets")
 PADDING = frozenset(

@@ -1,4 +1,4 @@
-"""Toys with a DSpark drafter for tests, of both families, and their weights."""
+"""Toys with a DSpark drafter for tests, of every family that has one, and their weights."""
 
 from collections.abc import Callable
 from functools import cache
@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from deepseek_v41_toy import CONSTANT as ENGRAM
 from family_engine import make_spec
 from k3_engine import NEW, OLD, generate, held_bytes, prompts
 
@@ -14,6 +15,7 @@ from workloads.engines.native import NativeEngine
 from workloads.loading.generate import generate_checkpoint
 from workloads.loading.perturb import open_view
 from workloads.models.deepseek_v4.config import DeepseekV4Config
+from workloads.models.deepseek_v41.config import DeepseekV41Config
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.spec import GangSpec, Parallelism
 
@@ -38,9 +40,28 @@ TOYS: dict[str, Any] = {
         num_dspark_layers=2,
         dspark_min_confidence=0.01,
     ),
+    "deepseek_v41": DeepseekV41Config(  # whose target is inside the vision wrapper
+        num_layers=4,
+        hidden_size=128,
+        vocab_size=352,
+        compress_ratios=[0, 2, 1, 1, 0, 0],
+        kv_source_layers=[1, 2],
+        index_source_layers=[1, 2, 3],
+        candidate_source_layer=2,
+        engram_layers=[1, 3],
+        engram_vocab_size=97,
+        num_experts=4,
+        vision=True,
+        num_dspark_layers=2,
+        dspark_target_layer_ids=[1, 3],  # both after Engram
+        dspark_mask_token_id=340,
+        dspark_num_experts=8,
+        dspark_num_experts_per_token=3,
+        dspark_min_confidence=0.1,
+    ),
 }
 GIVEN = prompts(1, 6, 40)  # the last is longer than the window of DeepSeek-V4
-CONSTANT = ("inv_freq", "cos_sin_cache")  # ends of paths of what follows from the dimensions alone
+CONSTANT = ("inv_freq", "cos_sin_cache", *ENGRAM)  # ends of paths of what follows from the dimensions alone
 _FOLDER = TemporaryDirectory(prefix="dspark-")
 
 

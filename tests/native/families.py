@@ -133,9 +133,9 @@ TOYS: dict[str, Toy] = {
 TOYS |= {
     f"{name}_dspark": Toy(
         config,
-        DSPARK_GIVEN,
-        [(2, 1, 1), (2, 2, 2), (2, 2, 4), (1, 4, 4)],
-        MEGA_MOE,
+        [*DSPARK_GIVEN, *([MEDIA] if getattr(config, "vision", False) else [])],
+        [(2, 1, 1), (2, 2, 4)] if name == "deepseek_v41" else [(2, 1, 1), (2, 2, 2), (2, 2, 4), (1, 4, 4)],
+        TOYS[name].kernels,
         constant=DSPARK_CONSTANT,
         padding=TOYS[name].padding,
         drafter=True,

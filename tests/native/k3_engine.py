@@ -56,8 +56,9 @@ def generate(engine: NativeEngine, given: Sequence[Prompt], new_tokens: int = 4)
 
 
 def held(engine: NativeEngine) -> dict[str, torch.Tensor]:
-    """Every tensor reachable from the engine's roots, by audit path."""
-    return {f.path: f.tensor.detach() for f in walk(engine.roots()) if f.root in engine.roots()}
+    """Every tensor reachable from the engine's roots, by audit path, but for counters of what was served."""
+    found = {f.path: f.tensor.detach() for f in walk(engine.roots()) if f.root in engine.roots()}
+    return {path: tensor for path, tensor in found.items() if not path.endswith(".invalid_ids")}
 
 
 def held_bytes(engine: NativeEngine) -> dict[str, torch.Tensor]:

@@ -1,12 +1,14 @@
 """However the layers of a model are divided over pipeline stages, it says the same, bit for bit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from deepseek_v4_engine import TOY as DEEPSEEK_V4
+from dspark_engine import TOYS as DSPARK
 from family_engine import make_spec, parts_of
 from forked_ranks import RanksRunner
 from k3_engine import NEW, OLD, generate, prompts
@@ -28,6 +30,10 @@ FAMILIES: dict[str, Any] = {
     "qwen3_moe": CONFIGS["moe_bf16"],
     "kimi_k3": KimiK3Config(vocab_size=512, num_experts=8),
     "deepseek_v4": DEEPSEEK_V4,
+    **{  # whose drafters read layers of every stage
+        f"{name}_dspark": replace(config, **({"vision": False} if name == "deepseek_v41" else {}))
+        for name, config in DSPARK.items()
+    },
 }
 #: Stages with one layer and with several, and every other kind of division beside them.
 LAYOUTS = {
@@ -35,6 +41,9 @@ LAYOUTS = {
     "qwen3_moe": Parallelism(dp=2, ep=2, pp=2),
     "kimi_k3": Parallelism(pp=3),
     "deepseek_v4": Parallelism(tp=2, ep=2, pp=2),
+    "kimi_k3_dspark": Parallelism(pp=3),
+    "deepseek_v4_dspark": Parallelism(pp=2),
+    "deepseek_v41_dspark": Parallelism(tp=2, ep=2, pp=2),
 }
 Said = list[tuple[Any, ...]]
 SpecOf = Callable[[str, Parallelism], GangSpec]

@@ -11,6 +11,7 @@ import yaml
 
 from orchestrator.config.compose import compose
 from orchestrator.memory import memory_parts
+from orchestrator.rules.cell_rules import problems
 from workloads.loading.tensor_table import TensorSpec, bytes_by_component, counted, every_tensor
 from workloads.models.deepseek_v41 import plan
 from workloads.models.deepseek_v41.config import DeepseekV41Config
@@ -34,6 +35,13 @@ def flash() -> DeepseekV41Config:
     return dimensions("deepseek_v41_flash")
 
 
+@pytest.fixture(scope="module")
+def drafted() -> DeepseekV41Config:
+    [cell] = compose(["model=deepseek_v41_flash_dspark"])
+    assert cell.root is not None, cell.problems
+    return cell.root.model.deepseek_v41
+
+
 def of_layer(config: DeepseekV41Config, layer: int) -> list[tuple[TensorSpec, int]]:
     return [(s, n) for s, n in counted(sections(config)) if s.name.startswith(f"layers.{layer}.")]
 
@@ -53,6 +61,27 @@ def test_flash_has_the_published_number_of_tensors(flash: DeepseekV41Config) -> 
         "fp8_e8m0_block32": 40 * 8 + 8 + 2,
         "fp8_e8m0_rows32": 2,
     }
+
+
+def test_the_drafter_has_the_published_tensors(drafted: DeepseekV41Config) -> None:
+    """All but the tower's: the first stage has the context projection, the last the heads."""
+    tensors = list(counted(sections(drafted)))
+    assert sum(n for _, n in tensors) == 96_085 - VISION
+    names = {spec.name: (n, spec) for spec, n in tensors if spec.name.startswith("mtp.")}
+    counts = [sum(n for name, (n, _) in names.items() if name.startswith(f"mtp.{i}.")) for i in range(3)]
+    assert counts == [801, 798, 802]
+    own = {"main_proj.weight": (5120, 3 * 5120), "main_proj.scale": (160, 480), "main_norm.weight": (5120,)}
+    assert all(names[f"mtp.0.{name}"][1].shape == shape for name, shape in own.items())
+    last = {
+        "norm.weight": (5120,),
+        "markov_head.embed.weight": (129_280, 256),
+        "markov_head.head.weight": (129_280, 256),
+        "confidence_head.proj.weight": (1, 5120 + 256),
+    }
+    assert all(names[f"mtp.2.{name}"][1].shape == shape for name, shape in last.items())
+    assert names["mtp.1.ffn.gate.bias_vl"][1].shape == (128,)
+    experts = sum(spec.nbytes * n for n, spec in names.values() if ".experts." in spec.name)
+    assert round(experts / 1e9, 1) == 7.2
 
 
 @pytest.mark.parametrize(
@@ -131,7 +160,10 @@ def test_groups_and_expanded_tensors_agree() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"compress_ratios": [0, 1]}, "compress_ratios has 2 entries; num_layers is 8"),
+        (
+            {"compress_ratios": [0, 1]},
+            "compress_ratios has 2 entries; num_layers 8 and num_dspark_layers 0 need 8",
+        ),
         ({"compress_ratios": [0, 0, 2, 2, 1, 1, 1, -1]}, "compress_ratios holds -1"),
         ({"compress_ratios": [0, 2, 2, 2, 1, 1, 1, 1]}, "layer 1 compresses 2 tokens and finds no keys"),
         ({"compress_ratios": [0, 0, 2, 1, 1, 1, 1, 1]}, "layer 3 compresses 1 tokens and finds no keys"),
@@ -153,7 +185,18 @@ def test_groups_and_expanded_tensors_agree() -> None:
         ({"o_groups": 3}, "o_groups is 3; it must divide num_heads 4"),
         ({"num_experts": 15}, "num_experts is 15"),
         ({"qk_rope_head_dim": 33}, "qk_rope_head_dim is 33"),
-        ({"image_tokens": 1000}, "image_token_start and image_tokens take the token ids from 258 to 1257"),
+        (
+            {"image_lengths": [1000]},
+            "image_token_start and image_lengths take the token ids from 258 to 1257",
+        ),
+        (
+            {"compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 1], "num_dspark_layers": 1},
+            "compress_ratios ends with [1]; the stages of the DSpark drafter attend to a window only",
+        ),
+        (
+            {"compress_ratios": [0, 0, 2, 2, 1, 1, 1, 1, 0], "num_dspark_layers": 1, "dspark_num_experts": 3},
+            "dspark_num_experts is 3; it must be even",
+        ),
     ],
 )
 def test_contradictions_are_named(changes: dict[str, Any], problem: str) -> None:
@@ -186,6 +229,31 @@ def test_the_plan_of_flash_on_gb200() -> None:
         "compressed KV of the sources",
         "MegaMoE buffer",
     } <= parts.keys()
+
+
+def test_a_plan_counts_the_drafter_and_its_experts() -> None:
+    """Of one of 16 GPUs, MXFP4 experts padded to 2560 for the kernel like the target's."""
+
+    def parts(model: str) -> dict[str, int]:
+        words = ["+exp=kimi_k3_refit", "cluster=gb200", "load_path=layerwise", f"model={model}"]
+        [cell] = compose(words)
+        assert cell.root is not None, cell.problems
+        return {part.name: part.nbytes for part in memory_parts(cell.root)}
+
+    bare, with_drafter = parts("deepseek_v41_flash"), parts("deepseek_v41_flash_dspark")
+    assert with_drafter.keys() - bare.keys() == {"DSpark drafter", "drafter's expert padding"}
+    expert = 3 * 2560 * 5120 * 17 // 32
+    assert with_drafter["drafter's expert padding"] == 3 * 8 * expert * 256 // 2560
+    assert with_drafter["expert padding"] == bare["expert padding"] == 40 * 24 * expert * 256 // 2560
+    assert with_drafter["routed experts"] == bare["routed experts"]
+    assert with_drafter["fused shared experts"] * 40 == bare["fused shared experts"] * 43
+    assert with_drafter["rotation tables"] == 2 * bare["rotation tables"]
+
+
+def test_experts_of_the_drafter_are_dealt_out_too() -> None:
+    [cell] = compose(["model=deepseek_v41_dspark_tiny", "parallelism=tp4_dp4_ep16", "backend=native"])
+    assert cell.root is not None, cell.problems
+    assert any("model.deepseek_v41.dspark_num_experts 8" in problem for problem in problems(cell.root))
 
 
 def test_table_and_plan_import_no_torch() -> None:

@@ -49,6 +49,14 @@ def root(*words: str) -> Root:
             r"^model.deepseek_v4.vision is true: .* set parallelism.pp=1\.$",
         ),
         (
+            ("model=deepseek_v41_vision_tiny",),
+            r"^model.deepseek_v41.vision is true: .* set parallelism.pp=1\.$",
+        ),
+        (
+            ("model=deepseek_v41_tiny", "parallelism.pp=4", "parallelism.gpus_per_node=4"),
+            r"^parallelism.pp is 4 and stage 3 begins with layer 6: layer 6 needs what layer 4 makes, and compressed",
+        ),
+        (
             ("model=tiny_llama", "backend=vllm_cpu", "load_path=vllm_reload"),
             r"^parallelism.pp is 2 and backend.engine",
         ),

@@ -52,6 +52,9 @@ FEATURES: dict[str, frozenset[str]] = {
         "vectors",
         "deepseek_v4_dspark_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
         "left_to_hook numbered_experts processed shared_experts sink_padding taps unit_padding",
+        "deepseek_v41_dspark_tiny": "attributes consumed_experts derivations draft e8m0 experts fused in_place "
+        "left_to_hook many_scales numbered_experts padding permuted processed shared_experts shared_padding "
+        "sink_padding taps unit_padding",
     }.items()
 }
 

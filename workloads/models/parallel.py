@@ -183,10 +183,10 @@ def send_to_next(pp: Group, states: Sequence[torch.Tensor]) -> None:
 
 
 def receive_from_previous(
-    pp: Group, shapes: Sequence[tuple[int, ...]], device: torch.device
+    pp: Group, shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.Tensor]:
-    """BF16 tensors of `shapes` that the previous stage sends."""
-    states = [torch.empty(shape, dtype=torch.bfloat16, device=device) for shape in shapes]
+    """Tensors of `shapes` and `dtype` that the previous stage sends."""
+    states = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
     for tensor in states:
         if tensor.numel():
             dist.recv(_bytes(tensor), group=pp.handle, group_src=pp.rank - 1)

@@ -1,6 +1,6 @@
 """The pipeline stage of one rank: which layers it has, and what comes in from the stage before and goes to the next."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,15 @@ class Stage:
     def is_last(self) -> bool:
         return self.pp.rank == self.pp.size - 1
 
-    def receive(self, shapes: Sequence[tuple[int, ...]], device: torch.device) -> list[torch.Tensor]:
-        """What the stage before sent of this rank's tokens, BF16. Collective with it."""
-        return receive_from_previous(self.pp, shapes, device)
+    def count_before(self, layers: Collection[int]) -> int:
+        """How many of these layers lie in earlier stages."""
+        return sum(layer < self.layers.start for layer in layers)
+
+    def receive(
+        self, shapes: Sequence[tuple[int, ...]], device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> list[torch.Tensor]:
+        """What the stage before sent of this rank's tokens. Collective with it."""
+        return receive_from_previous(self.pp, shapes, device, dtype)
 
     def send(self, *states: torch.Tensor) -> None:
         """Give the next stage what it receives; nothing to do in the last."""

@@ -13,6 +13,7 @@ from workloads.loading.tensor_table import Section, TensorSpec
 
 DIVIDED = (
     "deepseek_v4",
+    "deepseek_v41",
     "kimi_k3",
     "qwen3",
 )  # the families that can be; each says how in its module `stages`
@@ -39,14 +40,14 @@ class Staged:
     part: dimensions of a model that has the given layers only, with or without what follows the last.
     derived_first: what a memory plan calls the derived weights of the first stage alone, and what no later one holds a
     second time.
-    problems: why a model of these dimensions cannot be divided.
+    problems: why a model of these dimensions cannot be divided into so many stages.
     """
 
     layer: str
     first: tuple[str, ...]
     both: Callable[[Any], bool]
     part: Callable[[Any, range, bool], Any]
-    problems: Callable[[Any], Iterator[str]]
+    problems: Callable[[Any, int], Iterator[str]]
     derived_first: tuple[str, ...] = ()
 
     def holds(self, c: Any, name: str, stages: int, stage: int) -> bool:

@@ -144,7 +144,7 @@ class CompressedAttention(nn.Module):
         latent = self.q_norm(q_a)
         q = self.wq_b(latent).view(len(x), self.heads, self.dim)
         q = rotate(q.to(torch.float64) * rms_scale(q, self.eps), cos_sin)
-        keys = rounded_key(rotate(self.kv_norm(kv), cos_sin), self.rope)
+        keys = self.keys(kv, cos_sin)
         groups = index = queries = None
         if self.compressor is not None:
             groups = self.compressor.project(x, positions)
@@ -152,6 +152,10 @@ class CompressedAttention(nn.Module):
             index = self.indexer.compressor.project(x, positions)
             queries = self.indexer.queries(x, latent, cos_sin)
         return Tokens(q, keys, groups, index, queries)
+
+    def keys(self, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, d], not yet normalised -> as cached."""
+        return rounded_key(rotate(self.kv_norm(kv), cos_sin), self.rope)
 
     def attend(
         self, piece: Segment, batch: Batch, tokens: Tokens, cache: Any, table: torch.Tensor

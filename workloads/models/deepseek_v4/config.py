@@ -91,6 +91,7 @@ class Dimensions(Protocol):
     """What DeepSeek-V4 and its successors have in common, by the names of `DeepseekV4Config`."""
 
     hidden_size: int
+    vocab_size: int
     rms_norm_eps: float
     num_heads: int
     kernel_head_multiple: int
@@ -115,6 +116,13 @@ class Dimensions(Protocol):
     num_experts: int
     moe_intermediate_size: int
     expert_quantization: str
+    num_layers: int
+    num_dspark_layers: int
+    dspark_block_size: int
+    dspark_target_layer_ids: list[int]
+    dspark_mask_token_id: int
+    dspark_markov_rank: int
+    dspark_min_confidence: float
 
     @property
     def shared_intermediate_size(self) -> int: ...

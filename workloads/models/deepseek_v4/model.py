@@ -17,14 +17,14 @@ from workloads.models.vision import LanguageModel
 
 class DeepseekV4Model(nn.Module):
     """Of the embedding and the decoder layers, what belongs to this rank's pipeline stage. All copies of the residual
-    stream go from stage to stage."""
+    stream go from stage to stage, and what a drafter reads of earlier layers with them."""
 
     def __init__(self, setting: V4Setting) -> None:
         super().__init__()
         config = setting.config
         self.copies, self.hidden_size = config.hc_mult, config.hidden_size
         self.stage = stage = Stage.of(setting.groups.pp, config.num_layers)
-        if stage.is_first:
+        if stage.is_first or (stage.is_last and config.num_dspark_layers):  # the drafter has no other
             self.embed_tokens = VocabParallelEmbedding(
                 setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
             )
@@ -41,21 +41,24 @@ class DeepseekV4Model(nn.Module):
         """BF16 [n, H], embeddings of this rank's tokens -> the copies after the last layer, BF16 [n, copies, H]; for a
         drafter that reads other layers, too, with the mean of the copies after each of these, BF16 [n, copies + taps,
         H]."""
-        return self.advance(embedded.unsqueeze(1).repeat(1, self.copies, 1), batch, caches)
+        return self.advance(embedded.unsqueeze(1).repeat(1, self.copies, 1), [], batch, caches)
 
     def resume(self, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
         """`forward` in a stage that is not the first."""
-        shape = (batch.local_tokens, self.copies, self.hidden_size)
-        [x] = self.stage.receive([shape], batch.token_ids.device)
-        return self.advance(x, batch, caches)
+        n, width, device = batch.local_tokens, self.hidden_size, batch.token_ids.device
+        earlier = [(n, 1, width)] * self.stage.count_before(self.taps)
+        x, *tapped = self.stage.receive([(n, self.copies, width), *earlier], device)
+        return self.advance(x, tapped, batch, caches)
 
-    def advance(self, x: torch.Tensor, batch: Batch, caches: Sequence[WindowCache]) -> torch.Tensor:
-        tapped = []
+    def advance(
+        self, x: torch.Tensor, tapped: list[torch.Tensor], batch: Batch, caches: Sequence[WindowCache]
+    ) -> torch.Tensor:
+        """tapped: of the layers of earlier stages."""
         for (number, layer), cache in zip(self.layers.items(), caches, strict=True):
             x = layer(x, batch, cache, self.rotary)
             if int(number) in self.taps:
-                tapped.append(round_to_bf16(x.to(torch.float64).mean(dim=1, keepdim=True)))
-        self.stage.send(x)
+                tapped = [*tapped, round_to_bf16(x.to(torch.float64).mean(dim=1, keepdim=True))]
+        self.stage.send(x, *tapped)
         return torch.cat([x, *tapped], dim=1) if tapped else x
 
 

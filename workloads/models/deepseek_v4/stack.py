@@ -25,8 +25,8 @@ def make_roots(setting: Setting[DeepseekV4Config]) -> Mapping[str, Target | Draf
     text = DeepseekV4ForCausalLM(setting)
     target: Target = VisionWrapper(text, config, ALIGNER) if config.vision else text
     roots: dict[str, Target | Drafter] = {"target": target}
-    if config.num_dspark_layers:
+    if setting.groups.on_last_stage and config.num_dspark_layers:
         roots["draft"] = DeepseekV4DSpark(setting, text)
-    elif config.num_mtp_layers and setting.groups.on_last_stage:
+    elif setting.groups.on_last_stage and config.num_mtp_layers:
         roots["draft"] = DeepseekV4MTP(setting)
     return roots

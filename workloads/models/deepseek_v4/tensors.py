@@ -23,6 +23,7 @@ from workloads.models.deepseek_v4.config import DeepseekV4Config, Dimensions
 
 NOT_LOADED = ("vision.",)  # the tower, whose output `workloads.models.tower` stands in for
 ALIGNER = "aligner."
+MARKOV = ("markov_w1", "markov_w2")
 FP8_BLOCK = 128
 FP8 = f"fp8_e8m0_block{FP8_BLOCK}"
 
@@ -40,9 +41,7 @@ def sections(c: DeepseekV4Config) -> Iterator[Section]:
     for stage in range(c.num_dspark_layers):
         yield _dspark(c, stage)
     if c.vision:
-        width = c.vision_hidden_size
-        rows = [norm("norm", width), Row("proj.weight", (c.hidden_size, width))]
-        yield Section(specs(ALIGNER, "vision", rows), [])
+        yield aligner(c.vision_hidden_size, c.hidden_size)
 
 
 def _layer(c: DeepseekV4Config, layer: int, prefix: str, component: str | None = None) -> Section:
@@ -76,15 +75,32 @@ def _mtp(c: DeepseekV4Config, block: int) -> Section:
 def _dspark(c: DeepseekV4Config, stage: int) -> Section:
     """A stage of the DSpark drafter: a decoder layer; the first projects the target's states, the last makes proposals.
     Its Markov and confidence heads are replicated."""
-    h, rank, prefix = c.hidden_size, c.dspark_markov_rank, f"mtp.{stage}."
-    layer, rows = _layer(c, c.num_layers + stage, prefix, "dspark"), []
-    if stage == 0:
-        rows += [*fp8("main_proj", h, len(c.dspark_target_layer_ids) * h), norm("main_norm", h)]
+    prefix = f"mtp.{stage}."
+    layer, rows = _layer(c, c.num_layers + stage, prefix, "dspark"), dspark_rows(c, stage, MARKOV)
     if stage == c.num_dspark_layers - 1:
-        markov = [Row(f"markov_head.{w}.weight", (c.vocab_size, rank)) for w in ("markov_w1", "markov_w2")]
-        confidence = Row("confidence_head.proj.weight", (1, h + rank))
-        rows += [norm("norm", h), *_hc_head(c), *markov, confidence]
+        rows += _hc_head(c)
     return Section(specs(prefix, "dspark", rows) + layer.plain, layer.templates, layer.experts)
+
+
+def dspark_rows(c: Dimensions, stage: int, markov: tuple[str, str], block: int = FP8_BLOCK) -> list[Row]:
+    """What a stage of the drafter has beside a layer. markov: names of the two matrices of its Markov head."""
+    h, rank, rows = c.hidden_size, c.dspark_markov_rank, []
+    if stage == 0:
+        taps = len(c.dspark_target_layer_ids)
+        rows += [*fp8("main_proj", h, taps * h, block=block), norm("main_norm", h)]
+    if stage == c.num_dspark_layers - 1:
+        rows += [
+            norm("norm", h),
+            *(Row(f"markov_head.{name}.weight", (c.vocab_size, rank)) for name in markov),
+            Row("confidence_head.proj.weight", (1, h + rank)),
+        ]
+    return rows
+
+
+def aligner(width: int, hidden: int) -> Section:
+    """From the width of the tower that sees images to the language model's."""
+    rows = [norm("norm", width), Row("proj.weight", (hidden, width))]
+    return Section(specs(ALIGNER, "vision", rows), [])
 
 
 def fp8(stem: str, rows: int, columns: int, shard: Shard = REPLICATED, block: int = FP8_BLOCK) -> list[Row]:

@@ -46,7 +46,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class _Tokens:
+class Tokens:
     """What attention needs of the tokens of a batch. q: BF16 [T, n, d], rotated. keys: BF16 [T, d], as cached.
     projected: rows of `Compressor.project`. queries: of the indexer."""
 
@@ -127,24 +127,41 @@ class SharedKeyAttention(nn.Module):
         out = tokens.q.new_empty(tokens.q.shape)
         pieces = [piece for segment in batch.segments for piece in segment.pieces(PREFILL_TOKENS)]
         for number, piece in enumerate(pieces):
-            keys, seen = windowed(piece, tokens.keys[piece.rows], cache.window)
-            if self.ratio:
-                entries, chosen = self._compressed(piece, number, batch, tokens, table, shared)
-                keys, seen = torch.cat([keys, entries]), torch.cat([seen, chosen], dim=1)
-            attended = sink_attention(tokens.q[piece.rows], keys, seen, self.attn_sink.weight[: self.heads])
+            attended = self.attend(piece, number, batch, tokens, cache, table, shared)
             out[piece.rows] = rotate(attended, cos_sin[piece.rows], inverse=True)
         grouped = interleave(out.view(len(out), self.wo_a.groups, -1), 2, self.heads_of_group, OUTPUT_CHUNK)
         partial: torch.Tensor = self.wo_b(self.wo_a(grouped))
         return partial
 
-    def _project(self, x: torch.Tensor, cos_sin: torch.Tensor) -> _Tokens:
+    def attend(
+        self,
+        piece: Segment,
+        number: int,
+        batch: Batch,
+        tokens: Tokens,
+        cache: WindowCache,
+        table: torch.Tensor,
+        shared: Shared,
+    ) -> torch.Tensor:
+        """Consecutive tokens of one request, piece `number` of the batch: write their keys, and attend. float64
+        [T, n, d], not rounded."""
+        keys, seen = windowed(piece, tokens.keys[piece.rows], cache.window)
+        if self.ratio:
+            entries, chosen = self._compressed(piece, number, batch, tokens, table, shared)
+            keys, seen = torch.cat([keys, entries]), torch.cat([seen, chosen], dim=1)
+        return sink_attention(tokens.q[piece.rows], keys, seen, self.attn_sink.weight[: self.heads])
+
+    def keys(self, kv: torch.Tensor, cos_sin: torch.Tensor) -> torch.Tensor:
+        """BF16 [T, d], not yet normalised -> as cached."""
+        return through_fp8(rotate(self.kv_norm(kv), cos_sin), FP8_BLOCK).to(torch.bfloat16)
+
+    def _project(self, x: torch.Tensor, cos_sin: torch.Tensor) -> Tokens:
         q_a, kv = self.fused_wqa_wkv.split(x)
         latent = self.q_norm(q_a)
         q = deinterleave(self.wq_b(latent), 1, self.heads, QUERY_CHUNK)
-        key = rotate(self.kv_norm(kv), cos_sin)
-        return _Tokens(
+        return Tokens(
             rotate(q.view(len(x), self.heads, self.dim), cos_sin),
-            through_fp8(key, FP8_BLOCK).to(torch.bfloat16),
+            self.keys(kv, cos_sin),
             None if self.compressor is None else self.compressor.project(x),
             None if self.indexer is None else self.indexer.queries(x, latent, cos_sin),
         )
@@ -154,7 +171,7 @@ class SharedKeyAttention(nn.Module):
         piece: Segment,
         number: int,
         batch: Batch,
-        tokens: _Tokens,
+        tokens: Tokens,
         table: torch.Tensor,
         shared: Shared,
     ) -> tuple[torch.Tensor, torch.Tensor]:

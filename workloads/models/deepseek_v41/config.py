@@ -1,14 +1,20 @@
 """Dimensions of a DeepSeek-V4.1 stack, full size or proxy. Imports no torch: the planner reads it too."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from workloads.models.dspark.config import DsparkConfig
 
 FP8_BLOCK = 32  # rows and columns of an FP8 matrix that share a scale, and columns of an activation's group
 QUERY_CHUNK, OUTPUT_CHUNK = 16, 32  # channels of the heads that take turns in the attention kernel's order
 
 
 @dataclass
-class DeepseekV41Config:
-    """Architecture of `DeepseekV41ForCausalLM`, text only; defaults are the CPU proxy (`deepseek_v41_tiny`)."""
+class DeepseekV41Config(DsparkConfig):
+    """Architecture of `DeepseekV41ForCausalLM`, its drafter and, with `vision`, what wraps it; defaults are the CPU
+    proxy (`deepseek_v41_tiny`). The drafter reads the mean of the copies at the entry of `dspark_target_layer_ids`."""
+
+    vision: bool = False
+    vision_hidden_size: int = 48
 
     num_layers: int = 8
     hidden_size: int = 256
@@ -25,7 +31,8 @@ class DeepseekV41Config:
     o_lora_rank: int = 64
     sliding_window: int = 16
 
-    # tokens that an entry pools, by layer: 0 window only. A source's keys serve the layers after it, up to the next.
+    # tokens that an entry pools, by layer, the drafter's last: 0 window only. A source's keys serve the layers after
+    # it, up to the next.
     compress_ratios: list[int] = field(default_factory=lambda: [0, 0, 2, 2, 1, 1, 1, 1])
     kv_source_layers: list[int] = field(default_factory=lambda: [2, 4])
     index_source_layers: list[int] = field(default_factory=lambda: [2, 4, 6])
@@ -72,10 +79,37 @@ class DeepseekV41Config:
 
     # token ids that stand for parts of images: they break n-grams and are routed by a bias of their own
     image_token_start: int = 258  # first id beyond the byte tokenizer's
-    image_tokens: int = 64
+    image_lengths: list[int] = field(default_factory=lambda: [24, 40])  # tokens of each image
 
-    # what a DSpark drafter reads: the mean of the copies at the entry of these layers
-    dspark_target_layers: list[int] = field(default_factory=lambda: [5, 6, 7])
+    # the drafter's stages are layers with experts of their own number; of its proposals the first below that
+    # confidence ends a block
+    dspark_num_experts: int = 8
+    dspark_num_experts_per_token: int = 2
+    dspark_min_confidence: float = 0.0
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """DSpark is its only drafter."""
+        return 0
+
+    @property
+    def all_layers(self) -> int:
+        """Those of the target and of its drafter."""
+        return self.num_layers + self.num_dspark_layers
+
+    @property
+    def image_tokens(self) -> int:
+        """Of all images."""
+        return sum(self.image_lengths)
+
+    @property
+    def image_ids(self) -> range:
+        return range(self.image_token_start, self.image_token_start + self.image_tokens)
+
+    def of_drafter(self) -> "DeepseekV41Config":
+        """Dimensions of the drafter's stages, which are numbered after the target's layers."""
+        experts, per_token = self.dspark_num_experts, self.dspark_num_experts_per_token
+        return replace(self, num_experts=experts, num_experts_per_token=per_token)
 
     @property
     def shared_intermediate_size(self) -> int:

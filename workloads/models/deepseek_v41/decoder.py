@@ -18,6 +18,14 @@ from workloads.models.served import Setting
 V41Setting = Setting[DeepseekV41Config]
 
 
+def equal_copies(embedded: torch.Tensor, copies: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """BF16 [n, H] -> what the first layer takes: the copies BF16 [n, copies, H] and coefficients float64 [n, copies]
+    that read the first of them."""
+    pre = torch.zeros(len(embedded), copies, dtype=torch.float64, device=embedded.device)
+    pre[:, 0] = 1
+    return embedded.unsqueeze(1).repeat(1, copies, 1), pre
+
+
 class DecoderLayer(nn.Module):
     """Engram if it has one, then attention and experts. Each reads a sum of the copies with the coefficients `pre` that
     the sublayer before it found, and mixes them anew with its own.
@@ -25,7 +33,14 @@ class DecoderLayer(nn.Module):
     first: before it all copies are equal, and its first mix reads one of them.
     """
 
-    def __init__(self, setting: V41Setting, layer: int, prefix: str, first: bool = False) -> None:
+    def __init__(
+        self,
+        setting: V41Setting,
+        layer: int,
+        prefix: str,
+        first: bool = False,
+        attention: type[SharedKeyAttention] = SharedKeyAttention,
+    ) -> None:
         super().__init__()
         config, self.tp = setting.config, setting.groups.tp
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -34,7 +49,7 @@ class DecoderLayer(nn.Module):
             self.engram = Engram(config, layer, self.tp, f"{prefix}engram.")
         self.hc_attn = HyperConnection(config, f"{prefix}hc_attn", equal_copies=first)
         self.attn_norm = RMSNorm(hidden, eps, f"{prefix}attn_norm.weight")
-        self.attn = SharedKeyAttention(config, layer, self.tp, f"{prefix}attn.")
+        self.attn = attention(config, layer, self.tp, f"{prefix}attn.")
         self.hc_ffn = HyperConnection(config, f"{prefix}hc_ffn")
         self.ffn_norm = RMSNorm(hidden, eps, f"{prefix}ffn_norm.weight")
         self.ffn = MoE(setting, f"{prefix}ffn.")

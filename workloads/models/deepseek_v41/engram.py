@@ -26,6 +26,11 @@ from workloads.models.layers import share_of_sum
 from workloads.models.parallel import Group
 
 
+def of_images(token_ids: torch.Tensor, images: range) -> torch.Tensor:
+    """bool [T] of int64 [T]: which tokens stand for a part of an image."""
+    return (token_ids >= images.start) & (token_ids < images.stop)
+
+
 @dataclass
 class TokenHistory:
     """Per request slot the compressed ids of its last tokens, int64 [slots, N-1], token p at p mod (N-1); -1 for one
@@ -49,7 +54,7 @@ class NgramHash(nn.Module):
     def __init__(self, config: DeepseekV41Config, texts: Sequence[str]) -> None:
         super().__init__()
         layers, self.tokens = config.engram_layers, config.engram_max_ngram_size
-        self.images = config.image_token_start, config.image_token_start + config.image_tokens
+        self.images = config.image_ids
         ids = compressed_ids(texts) if texts else list(range(config.vocab_size))
         sizes = [head_sizes(config, layer) for layer in layers]
         self.pad = ids[config.engram_pad_token]
@@ -66,9 +71,8 @@ class NgramHash(nn.Module):
         return TokenHistory(torch.empty(slots, self.tokens - 1, dtype=torch.int64))
 
     def of_images(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """bool [T] of int64 [T]: which tokens stand for a part of an image."""
-        first, end = self.images
-        return (token_ids >= first) & (token_ids < end)
+        """See `of_images`."""
+        return of_images(token_ids, self.images)
 
     def forward(self, batch: Batch, history: TokenHistory) -> list[torch.Tensor]:
         """int64 [T, heads] for each Engram layer, of all tokens of the batch, which are left in the history."""

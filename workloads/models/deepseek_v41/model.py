@@ -10,58 +10,84 @@ from workloads.kernels.mhc import mhc_collapse
 from workloads.models.batch import Batch
 from workloads.models.deepseek_v4.decoder import RotaryTables
 from workloads.models.deepseek_v41.attention import Shared
-from workloads.models.deepseek_v41.decoder import DecoderLayer, V41Setting
+from workloads.models.deepseek_v41.decoder import DecoderLayer, V41Setting, equal_copies
 from workloads.models.deepseek_v41.engram import NgramHash
 from workloads.models.layers import ParallelLMHead, RMSNorm, VocabParallelEmbedding
-from workloads.models.served import Cache, Target
+from workloads.models.pipeline import Stage
+from workloads.models.served import Cache
+from workloads.models.vision import LanguageModel
 
 
 class DeepseekV41Model(nn.Module):
-    """Embedding and decoder layers. tapped: layers at whose entry a drafter reads the copies."""
+    """Of the embedding and the decoder layers, what belongs to this rank's pipeline stage. taps: layers at whose entry
+    a drafter reads the copies."""
 
     def __init__(self, setting: V41Setting) -> None:
         super().__init__()
         config = setting.config
-        self.copies, self.tapped = config.hc_mult, frozenset(config.dspark_target_layers)
-        self.embed_tokens = VocabParallelEmbedding(
-            setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
-        )
+        self.copies, self.hidden_size = config.hc_mult, config.hidden_size
+        self.engram_layers = config.engram_layers
+        self.stage = stage = Stage.of(setting.groups.pp, config.num_layers)
+        if stage.is_first or (stage.is_last and config.num_dspark_layers):  # the drafter has no other
+            self.embed_tokens = VocabParallelEmbedding(
+                setting.groups.tp, config.vocab_size, config.hidden_size, "embed.weight"
+            )
         self.rotary = RotaryTables(config)
         self.engram_hash = NgramHash(config, setting.vocabulary())
-        self.layers = nn.ModuleList(
-            DecoderLayer(setting, layer, f"layers.{layer}.", first=layer == 0)
-            for layer in range(config.num_layers)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): DecoderLayer(setting, layer, f"layers.{layer}.", first=layer == 0)
+                for layer in stage.layers
+            }
         )
+        self.taps = frozenset(config.dspark_target_layer_ids if config.num_dspark_layers else ())
 
-    def forward(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
-        """BF16 [n, 1 + taps, H], see `DeepseekV41ForCausalLM.forward`."""
+    def forward(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
+        """BF16 [n, 1 + taps, H], see `DeepseekV41ForCausalLM.run`."""
+        return self.advance(*equal_copies(embedded, self.copies), [], batch, caches)
+
+    def resume(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
+        """`forward` in a stage that is not the first."""
+        n, device = batch.local_tokens, batch.token_ids.device
+        earlier = [(n, self.hidden_size)] * self.stage.count_before(self.taps)
+        x, *tapped = self.stage.receive([(n, self.copies, self.hidden_size), *earlier], device)
+        [pre] = self.stage.receive([(n, self.copies)], device, torch.float64)
+        return self.advance(x, pre, tapped, batch, caches)
+
+    def advance(
+        self,
+        x: torch.Tensor,
+        pre: torch.Tensor,
+        tapped: list[torch.Tensor],
+        batch: Batch,
+        caches: Sequence[Cache],
+    ) -> torch.Tensor:
+        """tapped: of the layers of earlier stages."""
         history, *of_layers = caches
-        rows = iter(self.engram_hash(batch, history))
-        images = self.engram_hash.of_images(batch.local_token_ids)
-        embedded = self.embed_tokens(batch.token_ids)[: batch.local_tokens]
-        x = embedded.unsqueeze(1).repeat(1, self.copies, 1)
-        pre = torch.zeros(len(x), self.copies, dtype=torch.float64, device=x.device)
-        pre[:, 0] = 1
-        shared, taps = Shared(), []
-        for number, (layer, cache) in enumerate(zip(self.decoder_layers(), of_layers, strict=True)):
+        rows = dict(zip(self.engram_layers, self.engram_hash(batch, history), strict=True))
+        images, shared = self.engram_hash.of_images(batch.local_token_ids), Shared()
+        for number, layer, cache in zip(self.stage.layers, self.decoder_layers(), of_layers, strict=True):
             if layer.engram is not None:
-                x = layer.engram(x, next(rows), images, batch)
-            if number in self.tapped:
-                taps.append(round_to_bf16(x.to(torch.float64).mean(dim=1)))
+                x = layer.engram(x, rows[number], images, batch)
+            if number in self.taps:
+                tapped = [*tapped, round_to_bf16(x.to(torch.float64).mean(dim=1))]
             x, pre = layer(x, pre, images, batch, cache, self.rotary, shared)
-        return torch.stack([mhc_collapse(x, pre), *taps], dim=1)
+        self.stage.send(x, *tapped, pre)
+        return torch.stack([mhc_collapse(x, pre), *tapped], dim=1)
 
     def decoder_layers(self) -> list[DecoderLayer]:
-        return [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        return [layer for layer in self.layers.values() if isinstance(layer, DecoderLayer)]
 
 
-class DeepseekV41ForCausalLM(Target):
+class DeepseekV41ForCausalLM(LanguageModel):
     """The target. Every rank of the EP group must run the same sequence of forward passes."""
 
     def __init__(self, setting: V41Setting) -> None:
         super().__init__()
         config = setting.config
         self.model = DeepseekV41Model(setting)
+        if not self.model.stage.is_last:
+            return
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm.weight")
         self.lm_head = ParallelLMHead(setting.groups.tp, config.vocab_size, config.hidden_size, "head.weight")
 
@@ -77,10 +103,20 @@ class DeepseekV41ForCausalLM(Target):
         return [history, *(layer.make_cache(slots, positions) for layer in self.model.decoder_layers())]
 
     def forward(self, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
-        """BF16 [n, 1 + taps, H] of this rank's tokens: the copies after the last layer in one, with the coefficients of
-        its experts' mix, and for a drafter the mean of the copies at the entry of each layer that it taps, after
-        Engram. Caches are advanced."""
-        hidden: torch.Tensor = self.model(batch, caches)
+        return (
+            super().forward(batch, caches) if self.model.stage.is_first else self.model.resume(batch, caches)
+        )
+
+    def embed(self, batch: Batch) -> torch.Tensor:
+        """Embeddings of this rank's tokens, BF16 [n, H]."""
+        embedded: torch.Tensor = self.model.embed_tokens(batch.token_ids)
+        return embedded[: batch.local_tokens]
+
+    def run(self, embedded: torch.Tensor, batch: Batch, caches: Sequence[Cache]) -> torch.Tensor:
+        """BF16 [n, H] -> BF16 [n, 1 + taps, H] of this rank's tokens: the copies after the last layer in one, with the
+        coefficients of its experts' mix, and for a drafter the mean of the copies at the entry of each layer that it
+        taps, after Engram. Caches are advanced."""
+        hidden: torch.Tensor = self.model(embedded, batch, caches)
         return hidden
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -4,11 +4,13 @@ Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from workloads.loading.tensor_table import MXFP4_GROUP, counted
 from workloads.models.deepseek_v4.plan import head_problems, packed_scales
 from workloads.models.deepseek_v41.config import FP8_BLOCK, OUTPUT_CHUNK, DeepseekV41Config
 from workloads.models.deepseek_v41.tensors import sections
+from workloads.models.dspark.plan import drafter_problems
 from workloads.models.media import slot_problems
 from workloads.models.planning import Experts, Load, Part
 
@@ -23,24 +25,35 @@ COMPONENTS = {
     "head": "output head",
     "router": "router",
     "norms": "norms",
+    "dspark": "DSpark drafter",
+    "vision": "image projector",
 }
-MAY_BE_ZERO = ("image_tokens",)
+MAY_BE_ZERO = ("num_dspark_layers", "dspark_mask_token_id")
 NVFP4_GROUP = 16
 _KEY = "model.deepseek_v41"
 
 
 def problems(c: DeepseekV41Config) -> Iterator[str]:
-    if len(c.compress_ratios) != c.num_layers:
-        yield f"{_KEY}.compress_ratios has {len(c.compress_ratios)} entries; num_layers is {c.num_layers}."
+    if len(c.compress_ratios) != c.all_layers:
+        yield (
+            f"{_KEY}.compress_ratios has {len(c.compress_ratios)} entries; num_layers {c.num_layers} and "
+            f"num_dspark_layers {c.num_dspark_layers} need {c.all_layers}, the drafter's last."
+        )
         return
+    if any(c.compress_ratios[c.num_layers :]):
+        yield (
+            f"{_KEY}.compress_ratios ends with {c.compress_ratios[c.num_layers :]}; the stages of the DSpark drafter "
+            "attend to a window only, so theirs must be 0."
+        )
+    yield from drafter_problems(c, "deepseek_v41")
     yield from _sources(c)
     yield from _lists(c)
     yield from _widths(c)
     if c.expert_quantization != "mxfp4":
         yield f"{_KEY}.expert_quantization is {c.expert_quantization!r}; this family has mxfp4 experts only."
-    if c.image_tokens:
-        keys = "image_token_start and image_tokens"
-        yield from slot_problems("deepseek_v41", keys, c.image_token_start, [c.image_tokens], c.vocab_size)
+    if c.image_lengths:
+        keys = "image_token_start and image_lengths"
+        yield from slot_problems("deepseek_v41", keys, c.image_token_start, c.image_lengths, c.vocab_size)
     if c.engram_max_ngram_size < 2:
         yield f"{_KEY}.engram_max_ngram_size is {c.engram_max_ngram_size}; an n-gram has 2 tokens or more."
     if c.engram_pad_token >= c.vocab_size:
@@ -52,7 +65,7 @@ def _sources(c: DeepseekV41Config) -> Iterator[str]:
     for maker in c.kv_source_layers:
         if maker not in c.index_source_layers:
             yield f"{_KEY}.index_source_layers lacks layer {maker}, which makes keys: only an indexer can choose them."
-    for layer, ratio in enumerate(c.compress_ratios):
+    for layer, ratio in enumerate(c.compress_ratios[: c.num_layers]):
         source, chooser = c.kv_source(layer), c.index_source(layer)
         if ratio < 0:
             yield f"{_KEY}.compress_ratios holds {ratio}; a ratio is 0 (window only) or a number of tokens."
@@ -72,7 +85,7 @@ def _sources(c: DeepseekV41Config) -> Iterator[str]:
 
 def _lists(c: DeepseekV41Config) -> Iterator[str]:
     """Layers that are named must exist, and have what they are named for."""
-    for key in ("kv_source_layers", "index_source_layers", "engram_layers", "dspark_target_layers"):
+    for key in ("kv_source_layers", "index_source_layers", "engram_layers"):
         named = getattr(c, key)
         if named != sorted(set(named)) or any(not 0 <= layer < c.num_layers for layer in named):
             yield f"{_KEY}.{key} is {named}; give layers between 0 and {c.num_layers - 1}, each once, in order."
@@ -94,8 +107,12 @@ def _widths(c: DeepseekV41Config) -> Iterator[str]:
             )
     if c.head_dim % OUTPUT_CHUNK:
         yield f"{_KEY}.head_dim is {c.head_dim}; the attention kernel takes chunks of {OUTPUT_CHUNK} channels."
-    if c.num_experts % 2:
-        yield f"{_KEY}.num_experts is {c.num_experts}; it must be even, so that ranks can share them."
+    counts = {"num_experts": c.num_experts}
+    if c.num_dspark_layers:
+        counts["dspark_num_experts"] = c.dspark_num_experts
+    for key, count in counts.items():
+        if count % 2:
+            yield f"{_KEY}.{key} is {count}; it must be even, so that ranks can share them."
     yield from head_problems(c, _KEY)
 
 
@@ -111,17 +128,25 @@ def padded_shared(c: DeepseekV41Config) -> int:
 
 
 def experts(c: DeepseekV41Config) -> Experts:
+    own = _experts(c, c.num_layers, "")
+    if c.num_dspark_layers:
+        own = replace(own, drafter=_experts(c.of_drafter(), c.num_dspark_layers, "dspark_"))
+    return own
+
+
+def _experts(c: DeepseekV41Config, layers: int, prefix: str) -> Experts:
+    """prefix: of the keys of their numbers."""
     return Experts(
         count=c.num_experts,
         per_token=c.num_experts_per_token,
-        layers=c.num_layers,
+        layers=layers,
         hidden=c.hidden_size,
         intermediate=c.moe_intermediate_size,
         quantization=c.expert_quantization,
         fused_shared=padded_shared(c),
         keys={
-            "count": "num_experts",
-            "per_token": "num_experts_per_token",
+            "count": f"{prefix}num_experts",
+            "per_token": f"{prefix}num_experts_per_token",
             "hidden": "hidden_size",
             "intermediate": "moe_intermediate_size",
         },
@@ -133,9 +158,10 @@ def derived(c: DeepseekV41Config, tp: int) -> list[Part]:
     alias) with scales for every 32 columns; rotation tables; the first layer's projection of one copy; the hash."""
     packed = sum(packed_scales(spec, tp, FP8_BLOCK) * copies for spec, copies in counted(sections(c)))
     inner, hidden = padded_shared(c), c.hidden_size
-    added = c.num_layers * 3 * (inner - c.shared_intermediate_size) * hidden
-    shared = c.num_layers * (2 * inner * hidden + 3 * inner * hidden // MXFP4_GROUP)
-    tables = 2 * c.max_position_embeddings * c.qk_rope_head_dim * 4
+    added = c.all_layers * 3 * (inner - c.shared_intermediate_size) * hidden
+    shared = c.all_layers * (2 * inner * hidden + 3 * inner * hidden // MXFP4_GROUP)
+    roots = 2 if c.num_dspark_layers else 1
+    tables = roots * 2 * c.max_position_embeddings * c.qk_rope_head_dim * 4
     broadcast = (2 + c.hc_mult) * c.hc_mult * hidden * 4
     basis = f"intermediate {c.shared_intermediate_size} -> {inner}"
     return [
@@ -150,7 +176,7 @@ def derived(c: DeepseekV41Config, tp: int) -> list[Part]:
 
 def caches(c: DeepseekV41Config, load: Load, tp: int) -> list[Part]:
     """Keys of the window and of the sources in BF16, unfinished groups in FP32; nothing is split over TP."""
-    window = c.num_layers * c.sliding_window * c.head_dim * 2
+    window = c.all_layers * c.sliding_window * c.head_dim * 2
     ratios = [c.compress_ratios[layer] for layer in c.kv_source_layers]
     per_token = sum((c.head_dim + c.index_head_dim) * 2 / ratio for ratio in ratios)
     unfinished = sum(ratio * (2 if ratio > 1 else 1) * c.head_dim * 4 for ratio in ratios)

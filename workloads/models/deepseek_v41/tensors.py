@@ -18,7 +18,9 @@ from workloads.loading.tensor_table import (
     specs,
 )
 from workloads.models.deepseek_v4.tensors import (
+    aligner,
     attention,
+    dspark_rows,
     expert,
     fp8,
     hyper_connection,
@@ -28,8 +30,9 @@ from workloads.models.deepseek_v4.tensors import (
 from workloads.models.deepseek_v41.config import FP8_BLOCK, DeepseekV41Config
 from workloads.models.deepseek_v41.hashing import head_sizes
 
-# The tower and the projector of images, and the stages of the DSpark drafter.
+# The tower and the projector of images, and the stages of the DSpark drafter, where the model is without them.
 NOT_LOADED = ("vision.", "aligner.", "image_", "mtp.")
+MARKOV = ("embed", "head")
 
 
 def sections(c: DeepseekV41Config) -> Iterator[Section]:
@@ -37,13 +40,27 @@ def sections(c: DeepseekV41Config) -> Iterator[Section]:
     vocab = (c.vocab_size, c.hidden_size)
     yield Section(specs("", "embedding", [Row("embed.weight", vocab, VOCAB)]), [])
     for layer in range(c.num_layers):
-        yield _layer(c, layer)
+        yield _layer(c, layer, f"layers.{layer}.")
     tail = specs("", "norms", [norm("norm", c.hidden_size)])
     yield Section(tail + specs("", "head", [Row("head.weight", vocab, VOCAB)]), [])
+    for stage in range(c.num_dspark_layers):
+        yield _dspark(c, stage)
+    if c.vision:
+        yield aligner(c.vision_hidden_size, c.hidden_size)
 
 
-def _layer(c: DeepseekV41Config, layer: int) -> Section:
-    h, prefix = c.hidden_size, f"layers.{layer}."
+def _dspark(c: DeepseekV41Config, stage: int) -> Section:
+    """A stage of the DSpark drafter: a decoder layer; the first projects the target's states, the last makes proposals.
+    Its Markov and confidence heads are replicated."""
+    prefix = f"mtp.{stage}."
+    layer = _layer(c.of_drafter(), c.num_layers + stage, prefix, "dspark")
+    rows = dspark_rows(c, stage, MARKOV, FP8_BLOCK)
+    return Section(specs(prefix, "dspark", rows) + layer.plain, layer.templates, layer.experts)
+
+
+def _layer(c: DeepseekV41Config, layer: int, prefix: str, component: str | None = None) -> Section:
+    """A decoder layer. component: what all of it counts as; by default each part counts by itself."""
+    h = c.hidden_size
     parts = {
         "engram": _engram(c, layer),
         "norms": [norm("attn_norm", h), norm("ffn_norm", h)],
@@ -53,8 +70,8 @@ def _layer(c: DeepseekV41Config, layer: int) -> Section:
         "router": _router(c),
         "shared_experts": shared_experts(c, FP8_BLOCK),
     }
-    plain = [spec for name, rows in parts.items() for spec in specs(prefix, name, rows)]
-    return Section(plain, specs(prefix, "routed_experts", expert(c)), c.num_experts)
+    plain = [spec for name, rows in parts.items() for spec in specs(prefix, component or name, rows)]
+    return Section(plain, specs(prefix, component or "routed_experts", expert(c)), c.num_experts)
 
 
 def _engram(c: DeepseekV41Config, layer: int) -> list[Row]:

@@ -1,6 +1,7 @@
 """Dimensions of a DSpark drafter that families with one share. Imports no torch: the planner reads them too."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 
 @dataclass
@@ -18,3 +19,10 @@ class DsparkConfig:
     dspark_target_layer_ids: list[int] = field(default_factory=lambda: [1, 2])
     dspark_mask_token_id: int = 510
     dspark_markov_rank: int = 32
+
+
+class Blocks(Protocol):
+    """What of these dimensions says how tokens are proposed."""
+
+    dspark_block_size: int
+    dspark_mask_token_id: int

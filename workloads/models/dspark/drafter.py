@@ -8,7 +8,7 @@ import torch
 from workloads.kernels.sampling import greedy
 from workloads.loading.weights import WeightModule
 from workloads.models.batch import Batch, Segment
-from workloads.models.dspark.config import DsparkConfig
+from workloads.models.dspark.config import Blocks
 from workloads.models.dspark.heads import MarkovHead
 from workloads.models.layers import ParallelLMHead, VocabParallelEmbedding, all_tokens
 from workloads.models.parallel import Group
@@ -28,7 +28,7 @@ class BlockDrafter(Drafter):
     markov_head: MarkovHead
 
     def __init__(
-        self, config: DsparkConfig, tp: Group, embed_tokens: VocabParallelEmbedding, lm_head: ParallelLMHead
+        self, config: Blocks, tp: Group, embed_tokens: VocabParallelEmbedding, lm_head: ParallelLMHead
     ) -> None:
         super().__init__()
         self.tp, self.block_size, self.mask = tp, config.dspark_block_size, config.dspark_mask_token_id

@@ -28,10 +28,14 @@ class MarkovEmbedding(WeightModule):
 class MarkovHead(nn.Module):
     """What the token before adds to the logits of the next: w2 (w1 of the token before), of low rank."""
 
-    def __init__(self, vocab: int, rank: int, prefix: str) -> None:
+    def __init__(
+        self, vocab: int, rank: int, prefix: str, names: tuple[str, str] = ("markov_w1", "markov_w2")
+    ) -> None:
+        """names: of both in the checkpoint."""
         super().__init__()
-        self.markov_w1 = MarkovEmbedding(vocab, rank, f"{prefix}markov_w1.weight")
-        self.markov_w2 = ReplicatedLinear(rank, [Rows(f"{prefix}markov_w2.weight", vocab)])
+        first, second = names
+        self.markov_w1 = MarkovEmbedding(vocab, rank, f"{prefix}{first}.weight")
+        self.markov_w2 = ReplicatedLinear(rank, [Rows(f"{prefix}{second}.weight", vocab)])
 
     def bias(self, embedded: torch.Tensor) -> torch.Tensor:
         """BF16 [R, rank], from `markov_w1` -> FP32 [R, vocab] that holds BF16 values."""

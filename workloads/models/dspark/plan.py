@@ -9,10 +9,12 @@ class Drafted(Protocol):
 
     num_layers: int
     vocab_size: int
-    num_mtp_layers: int
     num_dspark_layers: int
     dspark_target_layer_ids: list[int]
     dspark_mask_token_id: int
+
+    @property
+    def num_mtp_layers(self) -> int: ...
 
 
 def drafter_problems(c: Drafted, family: str) -> Iterator[str]:
@@ -40,13 +42,4 @@ def drafter_problems(c: Drafted, family: str) -> Iterator[str]:
         yield (
             f"model.{family}.dspark_mask_token_id is {c.dspark_mask_token_id}: the drafter does not fit this target, "
             f"whose vocabulary has {c.vocab_size} tokens."
-        )
-
-
-def stage_problems(c: Drafted, family: str) -> Iterator[str]:
-    """Why a target with this drafter cannot be divided over pipeline stages."""
-    if c.num_dspark_layers:
-        yield (
-            f"model.{family}.num_dspark_layers is {c.num_dspark_layers}: that drafter reads layers of several stages "
-            "and their embedding; set parallelism.pp=1."
         )

@@ -22,7 +22,8 @@ from workloads.models.served import Target
 
 class KimiK3Model(nn.Module):
     """Of the embedding, the decoder layers and the final mix and norm, what belongs to this rank's pipeline stage. A
-    stage hands on the whole residual stream: the snapshots of all blocks so far, and the prefix."""
+    stage hands on the whole residual stream: the snapshots of all blocks so far, and the prefix; with it what a
+    drafter reads of earlier layers."""
 
     def __init__(self, setting: KimiSetting) -> None:
         super().__init__()
@@ -31,7 +32,7 @@ class KimiK3Model(nn.Module):
         self.hidden_size = hidden
         self.stage = stage = Stage.of(setting.groups.pp, config.num_layers)
         self.blocks_before = -(-stage.layers.start // config.attn_res_block_size)
-        if stage.is_first:
+        if stage.is_first or (stage.is_last and config.num_dspark_layers):  # the drafter has no other
             self.embed_tokens = VocabParallelEmbedding(
                 setting.groups.tp, config.vocab_size, hidden, f"{prefix}embed_tokens.weight"
             )
@@ -46,25 +47,25 @@ class KimiK3Model(nn.Module):
         self.taps = frozenset(config.dspark_target_layer_ids if config.num_dspark_layers else ())
 
     def forward(self, batch: Batch, caches: Sequence[LayerCache]) -> torch.Tensor:
-        stream = self._entering(batch)
-        tapped = []
+        stream, tapped = self._entering(batch)
         for (number, layer), cache in zip(self.layers.items(), caches, strict=True):
             layer(stream, batch, cache)
             if int(number) in self.taps:
-                tapped.append(stream.prefix)
+                tapped = [*tapped, stream.prefix]
         if not self.stage.is_last:
-            self.stage.send(*stream.blocks, stream.prefix)
+            self.stage.send(*stream.blocks, stream.prefix, *tapped)
             return stream.prefix
         hidden: torch.Tensor = self.norm(mix(stream, self.output_attn_res_norm, self.output_attn_res_proj))
         return torch.stack([hidden, *tapped], dim=1) if tapped else hidden
 
-    def _entering(self, batch: Batch) -> ResidualStream:
-        """What this stage's first layer reads."""
+    def _entering(self, batch: Batch) -> tuple[ResidualStream, list[torch.Tensor]]:
+        """What this stage's first layer reads, and what a drafter reads of the layers before it."""
         if self.stage.is_first:
-            return ResidualStream([], self.embed_tokens(batch.token_ids)[: batch.local_tokens])
-        shape = (batch.local_tokens, self.hidden_size)
-        *blocks, prefix = self.stage.receive([shape] * (self.blocks_before + 1), batch.token_ids.device)
-        return ResidualStream(blocks, prefix)
+            return ResidualStream([], self.embed_tokens(batch.token_ids)[: batch.local_tokens]), []
+        shape, blocks = (batch.local_tokens, self.hidden_size), self.blocks_before
+        count = blocks + 1 + self.stage.count_before(self.taps)
+        received = self.stage.receive([shape] * count, batch.token_ids.device)
+        return ResidualStream(received[:blocks], received[blocks]), received[blocks + 1 :]
 
 
 class KimiK3ForCausalLM(Target):

@@ -15,8 +15,8 @@ __all__ = ["RULES", "make_roots"]
 def make_roots(setting: Setting[KimiK3Config]) -> Mapping[str, Target | Drafter]:
     target = KimiK3ForCausalLM(setting)
     roots: dict[str, Target | Drafter] = {"target": target}
-    if setting.config.num_dspark_layers:
+    if setting.groups.on_last_stage and setting.config.num_dspark_layers:
         roots["draft"] = KimiK3DSpark(setting, target)
-    elif setting.config.num_mtp_layers and setting.groups.on_last_stage:
+    elif setting.groups.on_last_stage and setting.config.num_mtp_layers:
         roots["draft"] = KimiK3MTP(setting)
     return roots

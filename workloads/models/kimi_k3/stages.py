@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from workloads.models.dspark.plan import stage_problems
 from workloads.models.kimi_k3.config import KimiK3Config
 from workloads.models.stages import Staged
 
@@ -14,14 +13,15 @@ def _part(c: KimiK3Config, layers: range, last: bool) -> KimiK3Config:
         full_attention_layers=[layer - layers.start for layer in c.full_attention_layers if layer in layers],
         num_dense_layers=len(range(layers.start, min(layers.stop, c.num_dense_layers))),
         num_mtp_layers=c.num_mtp_layers * last,
+        num_dspark_layers=c.num_dspark_layers * last,
     )
 
 
 STAGED = Staged(
     layer="language_model.model.layers.",
     first=("language_model.model.embed_tokens.",),
-    both=lambda c: c.num_mtp_layers > 0,
+    both=lambda c: c.num_mtp_layers + c.num_dspark_layers > 0,
     part=_part,
-    problems=lambda c: stage_problems(c, "kimi_k3"),
+    problems=lambda c, stages: iter(()),
     derived_first=("drafter's embedding",),
 )

@@ -9,5 +9,5 @@ STAGED = Staged(
     first=("model.embed_tokens.",),
     both=lambda c: c.tie_word_embeddings,
     part=lambda c, layers, last: replace(c, num_layers=len(layers)),
-    problems=lambda c: iter(()),
+    problems=lambda c, stages: iter(()),
 )
