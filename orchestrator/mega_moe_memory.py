@@ -12,11 +12,9 @@ from workloads.kernels.moe_choice import (
     SM90_ENTRY_POINTS,
     SM100_ENTRY_POINTS,
     Choice,
-    ExpertShape,
     Machine,
-    choose,
 )
-from workloads.models.planning import Experts, Part
+from workloads.models.planning import Experts, Part, chosen_kernel
 from workloads.spec import Backend, Parallelism
 
 BLOCK_M = (8, 16, 32, 64, 96, 128, 192)  # token tiles that DeepGEMM 26/07 chooses from
@@ -35,19 +33,8 @@ Tensors = tuple[
 
 def planned_kernel(experts: Experts | None, layout: Parallelism, backend: Backend) -> Choice:
     """The kernel that serves where a GPU of `backend.arch` has all that it needs."""
-    shape = (
-        None
-        if experts is None
-        else ExpertShape(
-            weights=experts.quantization,
-            count=experts.count + layout.redundant_experts,
-            per_token=experts.per_token,
-            hidden=experts.hidden,
-            situ=experts.situ,
-            shared=bool(experts.fused_shared),
-        )
-    )
-    return choose(backend.moe_kernel, _COMPLETE.get(backend.arch, Machine()), shape, layout.ep)
+    machine = _COMPLETE.get(backend.arch, Machine())
+    return chosen_kernel(experts, backend.moe_kernel, layout.redundant_experts, layout.ep, machine)
 
 
 def parts(

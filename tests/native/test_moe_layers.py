@@ -17,6 +17,7 @@ from workloads.kernels.mega_moe_hopper_kernel import HopperMegaMoE
 from workloads.kernels.moe import MegaMoEReference, MoEKernel
 from workloads.kernels.moe_choice import Choice, ExpertShape, Machine
 from workloads.kernels.moe_kernels import make_moe_kernel
+from workloads.models import planning
 from workloads.models.experts import RoutedExperts
 from workloads.spec import Sampling
 
@@ -85,7 +86,7 @@ def test_the_choice_sees_the_dimensions_of_the_model(
         seen.append((asked, experts, ranks))
         return Choice("reference", "a test wants it")
 
-    monkeypatch.setattr(moe_layers, "choose", choose)
+    monkeypatch.setattr(planning, "choose", choose)
     NativeEngine(make_spec(k3_checkpoint), 0)
     config = make_spec(k3_checkpoint).model.kimi_k3
     sizes = (config.num_experts, config.num_experts_per_token, config.moe_latent_size)

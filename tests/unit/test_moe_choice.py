@@ -18,6 +18,7 @@ from workloads.kernels.moe_choice import (
     Machine,
     choose,
 )
+from workloads.models.planning import Experts, chosen_kernel
 
 PARAMETERS = (
     *("y", "l1_weights", "l2_weights", "sym_buffer", "activation", "activation_clamp"),
@@ -114,3 +115,17 @@ def test_on_every_machine_something_serves_and_a_slow_kernel_is_never_silent() -
         )
         assert choice.reason
         assert choice.fallback == (capability is not None and choice.kernel not in FAST)
+
+
+def test_a_drafter_with_experts_of_its_own_has_its_say() -> None:
+    """One kernel serves the whole model: that of the target, unless the drafter's experts do not fit it."""
+    keys = {"count": "num_experts"}
+    own = Experts(56, 4, 3, hidden=3584, intermediate=1024, quantization="mxfp4", keys=keys)
+    model = replace(own, layers=10, drafter=own)
+    assert chosen_kernel(model, "mega_moe", 0, 2, H200).kernel == HOPPER
+    odd = replace(model, drafter=replace(own, hidden=3600))
+    assert "hidden size 3600" in chosen_kernel(odd, "mega_moe", 0, 2, H200).reason
+    assert chosen_kernel(None, "mega_moe", 0, 2, H200).kernel == MEGA_MOE_REFERENCE
+    many = replace(own, count=1024)
+    assert chosen_kernel(many, "mega_moe", 0, 1, H200).kernel == HOPPER
+    assert chosen_kernel(many, "mega_moe", 8, 1, H200).fallback  # with second copies, too many for one rank

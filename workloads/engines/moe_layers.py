@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from workloads.engines.protocol import Rule, UnsupportedError
-from workloads.kernels.moe_choice import Choice, ExpertShape, Machine, choose
+from workloads.kernels.moe_choice import Choice, Machine
 from workloads.kernels.moe_kernels import machine
 from workloads.models.architectures import model_plan
 from workloads.models.experts import RoutedExperts
 from workloads.models.gpt_oss.moe import RoutedExperts as GptOssExperts
+from workloads.models.planning import chosen_kernel
 from workloads.models.qwen3.mlp import RoutedExperts as Qwen3Experts
 from workloads.spec import GangSpec
 
@@ -26,7 +27,9 @@ def moe_choice(spec: GangSpec, device: torch.device) -> Choice:
     one and there is none, or was planned for another GPU."""
     here = machine(device)
     _check_architecture(spec.backend.arch, here)
-    choice = choose(spec.backend.moe_kernel, here, _shape(spec), spec.parallelism.ep)
+    architecture, layout, asked = spec.model.architecture, spec.parallelism, spec.backend.moe_kernel
+    experts = model_plan(architecture).experts(getattr(spec.model, architecture))
+    choice = chosen_kernel(experts, asked, layout.redundant_experts, layout.ep, here)
     if choice.fallback and not spec.backend.moe_fallback:
         raise UnsupportedError(
             f"backend.moe_kernel is {spec.backend.moe_kernel} and backend.moe_fallback is false, and on this machine "
@@ -72,18 +75,3 @@ def _record(module: nn.Module, choice: Choice) -> Iterator[dict[str, Any]]:
 
 def _told(choice: Choice) -> dict[str, Any]:
     return {"kernel": choice.kernel, "reason": choice.reason, "fallback": choice.fallback}
-
-
-def _shape(spec: GangSpec) -> ExpertShape | None:
-    architecture = spec.model.architecture
-    experts = model_plan(architecture).experts(getattr(spec.model, architecture))
-    if experts is None:
-        return None
-    return ExpertShape(
-        weights=experts.quantization,
-        count=experts.count + spec.parallelism.redundant_experts,
-        per_token=experts.per_token,
-        hidden=experts.hidden,
-        situ=experts.situ,
-        shared=bool(experts.fused_shared),
-    )

@@ -305,8 +305,8 @@ def check_scale(name: str, scale: Tensor) -> None:
     if bool(bad.any()):
         expert = int(bad.to(torch.uint8).argmax())
         raise ValueError(
-            f"{name} holds the byte {NAN_SCALE}, a NaN, first for local expert {expert}: the checkpoint is damaged, or "
-            "exponent bytes were converted as numbers; MegaMoE reads no NaN among its weights."
+            f"{name} holds the byte {NAN_SCALE}, a NaN, first for local expert {expert}: the checkpoint is damaged, "
+            "exponent bytes were converted as numbers, or padding was not filled; MegaMoE reads no NaN among its weights."
         )
 
 

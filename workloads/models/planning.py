@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from workloads.kernels.moe_choice import Choice, ExpertShape, Machine, choose
+
 
 @dataclass(frozen=True)
 class Part:
@@ -48,6 +50,27 @@ class Experts:
     fused_shared: int = 0
     situ: bool = False
     drafter: "Experts | None" = None
+
+
+def chosen_kernel(
+    experts: Experts | None, asked: str, redundant: int, ranks: int, machine: Machine
+) -> Choice:
+    """The kernel that serves all routed experts of a model, a drafter's own among them. asked: backend.moe_kernel.
+    redundant: slots for second copies in each layer. ranks: of one expert-parallel group."""
+    all_of = [one for one in (experts, experts and experts.drafter) if one is not None]
+    shapes: list[ExpertShape | None] = [
+        ExpertShape(
+            weights=one.quantization,
+            count=one.count + redundant,
+            per_token=one.per_token,
+            hidden=one.hidden,
+            situ=one.situ,
+            shared=bool(one.fused_shared),
+        )
+        for one in all_of
+    ]
+    choices = [choose(asked, machine, shape, ranks) for shape in shapes or [None]]
+    return next((choice for choice in choices if choice.fallback), choices[0])
 
 
 @dataclass(frozen=True)
