@@ -306,7 +306,7 @@ def check_scale(name: str, scale: Tensor) -> None:
         expert = int(bad.to(torch.uint8).argmax())
         raise ValueError(
             f"{name} holds the byte {NAN_SCALE}, a NaN, first for local expert {expert}: the checkpoint is damaged, "
-            "exponent bytes were converted as numbers, or padding was not filled; MegaMoE reads no NaN among its weights."
+            "exponent bytes were converted as numbers, or padding was not filled; MegaMoE reads no NaN among weights."
         )
 
 
