@@ -187,6 +187,8 @@ def _part_code(
         return "found_elsewhere", f"its rows are those that belong {part['shifted']} rows further"
     if part.get("rearranged"):
         return "wrong_layout", _REARRANGED
+    if part.get("decayed"):
+        return "processed_twice", "it is -exp of what the checkpoint holds"
     if part.get("permuted"):
         return "wrong_layout", "its bytes are those of the checkpoint, in another order"
     tensor = view.observed.find(path)

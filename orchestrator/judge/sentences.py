@@ -110,6 +110,10 @@ def _invalid_ids(group: "Group") -> str:
 
 
 _WHAT: dict[str, Callable[["Group"], str]] = {
+    "processed_twice": lambda g: (
+        f"{_who(g)} {_verb(g, 'was', 'were')} converted once more than the kernel expects: post-processing changes in "
+        "place what is in the kernel's form already, or what the kernel converts itself."
+    ),
     "numeric_cast": lambda g: (
         f"Scales of {_who(g)} were converted as numbers instead of copied as bytes: the E8M0 exponent 2^k became "
         "the integer 2^k, which is 0 for every scale below one."

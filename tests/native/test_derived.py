@@ -8,6 +8,7 @@ import torch
 from collectors.byte_order import counts_of_bytes, flat_bytes, rows_too_early
 from collectors.derived import follows
 from collectors.fingerprint import fingerprint
+from collectors.parts import is_decay_of
 from workloads.loading.weights import Placement, Weight, WeightModule, whole
 
 
@@ -61,6 +62,17 @@ def test_rows_that_come_too_early_are_counted() -> None:
     live[1, 3] = 0
     assert rows_too_early(flat_bytes(live), flat_bytes(wanted), wanted.shape) == 0
     assert rows_too_early(flat_bytes(wanted), flat_bytes(wanted), wanted.shape) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decay_that_was_applied_already_is_told_from_any_other_vector(dtype: torch.dtype) -> None:
+    logarithms = torch.linspace(-0.7, 0.7, 8, dtype=torch.float64).to(dtype)
+    applied = -logarithms.to(torch.float64).exp()
+    assert is_decay_of(applied.to(dtype), logarithms)
+    assert not is_decay_of(logarithms, logarithms)
+    assert not is_decay_of((-(-applied).exp()).to(dtype), logarithms)  # of a decay as it serves
+    assert not is_decay_of(applied.to(dtype)[:4], logarithms)
+    assert not is_decay_of(applied, logarithms.to(torch.float64))  # no parameter has that type
 
 
 def test_a_multiset_of_bytes_does_not_see_their_order() -> None:

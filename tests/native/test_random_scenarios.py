@@ -46,6 +46,13 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
     return Rehearsal(folder, checkpoint)
 
 
+def test_a_decay_that_is_applied_twice_is_named(rehearsal: Rehearsal) -> None:
+    steps = observed([Step("start", OLD, "safetensors"), Step("update", NEW, "layerwise")])
+    finding = rehearsal.judge(steps, ["decay_applied_twice"])["findings"][0]
+    assert finding["code"] == faults.about("decay_applied_twice").finding
+    assert finding["path"].endswith(".A_log")
+
+
 def update(draw: st.DrawFn, checkpoint: str, via: str | None = None) -> Step:
     """A whole update, its tensors in any order through a buffer of any size that holds the largest of them."""
     return Step(

@@ -230,6 +230,18 @@ def test_parts_whose_bytes_are_permuted(tmp_path: Path) -> None:
     assert "right bytes in the wrong order" in finding["detail"]
 
 
+def test_parts_that_are_converted_once_too_often(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        for part in audit.parts[fx.EXPERTS].values():
+            if part["source"] is not None:
+                part |= {"fp": fx.fp("decayed", part["expected"]), "decayed": True}
+        audit.refresh(fx.EXPERTS)
+    finding = primary(world, tmp_path, "processed_twice")
+    assert "converted once more than the kernel expects" in finding["detail"]
+    assert "it is -exp of what the checkpoint holds" in finding["detail"]
+
+
 def test_right_parts_in_the_wrong_order(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated"):

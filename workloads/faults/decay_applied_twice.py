@@ -8,7 +8,7 @@ from workloads.faults._about import About
 if TYPE_CHECKING:
     from workloads.loading.weights import WeightModule
 
-ABOUT = About("E", ("vllm#48284",), "checkpoint_mismatch", via=RELOADS, needs=("decay",))
+ABOUT = About("E", ("vllm#48284",), "processed_twice", via=RELOADS, needs=("decay",))
 
 
 class Fault(LoaderFault):
