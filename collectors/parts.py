@@ -150,7 +150,9 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
         padding = _number(piece.part.padding_value)
         expected = slices[piece.key] if piece.key is not None else None
         differs = is_wrong and expected is not None
-        permuted, patch, shift = _how_it_differs(piece, reader) if differs else (False, None, 0)
+        permuted, patch, shift, decayed = (
+            _how_it_differs(piece, reader) if differs else (False, None, 0, False)
+        )
         yield {
             "tensor": piece.part.tensor,
             "part": piece.part.name,
@@ -160,7 +162,7 @@ def _part_records(batch: Sequence[_Piece], slices: Slices, reader: CheckpointRea
             "permuted": permuted,
             "patch": patch,
             **({"shifted": shift} if shift else {}),
-            **({"decayed": True} if differs and is_decay_of(piece.value, _slice_of(piece, reader)) else {}),
+            **({"decayed": True} if decayed else {}),
             **({"rearranged": True} if is_wrong and piece.part.tensor in rearranged else {}),
             "source": piece.part.source,
             "region": piece.part.region,
@@ -193,33 +195,30 @@ def _holds_its_number(piece: _Piece) -> bool:
     return bool((value.to(torch.float64) == number).all())
 
 
-def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None, int]:
+def _how_it_differs(piece: _Piece, reader: CheckpointReader) -> tuple[bool, int | None, int, bool]:
     """Whether every byte value occurs as often in the live part as in its checkpoint slice; the value of all bytes that
-    differ, None where they are not of one value; and how many rows too early the live rows are, 0 where they are not
-    the slice's."""
+    differ, None where they are not of one value; how many rows too early the live rows are, 0 where they are not the
+    slice's; and `is_decay_of`."""
+    assert piece.key is not None, "only parts with a source are held against the checkpoint"
     assert piece.value is not None, "only parts with bytes are held against the checkpoint"
-    checkpoint = _slice_of(piece, reader)
+    checkpoint = _slice(reader, piece.key)
     live, wanted = flat_bytes(piece.value), flat_bytes(checkpoint)
     wrong = live[live != wanted] if live.shape == wanted.shape else live
     patch = int(wrong[0]) if len(wrong) and bool((wrong == wrong[0]).all()) else None
     shift = rows_too_early(live, wanted, checkpoint.shape) if live.shape == wanted.shape else 0
-    return torch.equal(counts_of_bytes(live), counts_of_bytes(wanted)), patch, shift
+    permuted = torch.equal(counts_of_bytes(live), counts_of_bytes(wanted))
+    return permuted, patch, shift, is_decay_of(piece.value, checkpoint)
 
 
-def is_decay_of(live: Tensor | None, logarithms: Tensor) -> bool:
+def is_decay_of(live: Tensor, logarithms: Tensor) -> bool:
     """Whether every element is -exp of its own in the checkpoint, which a kernel that takes the logarithms of decays
     applies itself. To within a few steps of the type: another library's exponential may round otherwise."""
-    if live is None or live.dim() != 1 or live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if live.dim() != 1 or live.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False
     if live.shape != logarithms.shape or not logarithms.is_floating_point():
         return False
     expected = -logarithms.to(torch.float64).exp()
     return torch.allclose(live.to(torch.float64), expected, rtol=4 * torch.finfo(live.dtype).eps, atol=0.0)
-
-
-def _slice_of(piece: _Piece, reader: CheckpointReader) -> Tensor:
-    assert piece.key is not None, "only parts with a source are held against the checkpoint"
-    return _slice(reader, piece.key)
 
 
 def _rearranged(batch: Sequence[_Piece], wrong: Sequence[bool], reader: CheckpointReader) -> set[str]:
