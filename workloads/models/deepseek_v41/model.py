@@ -66,7 +66,7 @@ class DeepseekV41Model(nn.Module):
         history, *of_layers = caches
         rows = dict(zip(self.engram_layers, self.engram_hash(batch, history), strict=True))
         images, shared = self.engram_hash.of_images(batch.local_token_ids), Shared()
-        for number, layer, cache in zip(self.stage.layers, self.decoder_layers(), of_layers, strict=True):
+        for number, layer, cache in zip(map(int, self.layers), self.decoder_layers(), of_layers, strict=True):
             if layer.engram is not None:
                 x = layer.engram(x, rows[number], images, batch)
             if number in self.taps:
