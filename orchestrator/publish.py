@@ -10,6 +10,7 @@ from pathlib import Path
 from collectors.records import rank_file
 from orchestrator.cell import FRESH
 from orchestrator.judge.attempt import PER_RANK, REFERENCE
+from orchestrator.judge.kernels import STEM as KERNELS
 from orchestrator.staging import ArmGangs
 from orchestrator.store import Store, move_in, sync_folder, write_json
 from workloads.spec import GangSpec
@@ -41,12 +42,13 @@ def _ranks(gangs: Sequence[GangSpec]) -> int:
 
 
 def _files(observation: Path, collect: Sequence[str], ranks: int) -> Iterator[Path]:
-    """What the collectors of an observation leave behind."""
+    """What the collectors of an observation leave behind, and which kernels served, where the engine says so."""
     for collector in collect:
         if collector in PER_RANK:
             yield from (rank_file(observation, collector, rank) for rank in range(ranks))
         else:
             yield observation / f"{collector}.jsonl"
+    yield from sorted(observation.glob(f"{KERNELS}-*.jsonl"))
 
 
 def _whole(observation: Path, collect: Sequence[str], ranks: int) -> bool:

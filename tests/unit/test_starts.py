@@ -204,6 +204,19 @@ def test_the_start_of_the_scenario_is_published_and_stays_evidence(cell: Cell, s
     assert opened.arms[0].observation("fresh.new") == other / "fresh"
 
 
+def test_which_kernels_served_a_start_is_published_with_it(cell: Cell, store: Store) -> None:
+    gangs = gangs_of(cell, store)
+    for spec in gangs.gang_set.gangs:
+        play(spec)
+    served = gangs.gang_set.folder.parent / "candidate" / "started" / "kernels-00001.jsonl"
+    with RecordWriter(served) as writer:
+        writer.write("moe_layer", {"kernel": "reference"})
+    publish(store, gangs)
+    keys = {ref.name: ref.key for ref in references(cell)}
+    copied = store.references / keys["fresh.old"] / "started" / served.name
+    assert copied.read_bytes() == served.read_bytes()
+
+
 def test_a_reference_that_is_there_is_not_replaced(cell: Cell, store: Store) -> None:
     first, second = gangs_of(cell, store), gangs_of(cell, store)  # two drivers at once
     for gangs in (first, second):
