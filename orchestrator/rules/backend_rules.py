@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from orchestrator import engine_env
+from orchestrator import engine_env, memory
 from orchestrator.cell import FRESH
 from orchestrator.config import text
 from orchestrator.config.freeze import cell_arms
@@ -78,6 +78,14 @@ def _kernels(root: Root) -> Problems:
     library = {"cpu": "gloo", "cuda": "nccl"}.get(b.device, b.communication)
     if b.communication != library:
         yield f"backend.communication is {b.communication}; device {b.device} communicates through {library}."
+    if b.moe_kernel == "mega_moe" and not b.moe_fallback and root.parallelism.ep >= 1:
+        planned = memory.planned_kernel(root)
+        if planned is not None and planned.fallback:
+            yield (
+                f"backend.moe_fallback is false, and no fast kernel serves these experts on {b.arch}: "
+                f"{planned.reason}. Change what stands in its way, or set backend.moe_fallback=true for its reference "
+                "in plain torch."
+            )
 
 
 def _not_native(root: Root) -> Problems:

@@ -105,6 +105,14 @@ def test_a_backend_alone_does_not_say_where_its_gpus_are() -> None:
     assert any("such as cluster=local_hopper" in problem for problem in problems(cell.root))
 
 
+def test_a_fallback_is_planned_where_it_is_allowed_and_refused_where_it_is_not() -> None:
+    odd = "model.kimi_k3.moe_latent_size=3616"
+    found = problems(k3(odd))
+    sentence = "no fast kernel serves these experts on sm90: hopper_mega_moe cannot serve: the hidden size 3616 is no"
+    assert any(sentence in problem for problem in found)
+    assert not any("fast kernel" in problem for problem in problems(k3(odd, "backend.moe_fallback=true")))
+
+
 @pytest.mark.parametrize(
     ("overrides", "kernel", "fallback"),
     [
