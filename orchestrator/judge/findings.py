@@ -15,7 +15,7 @@ ORDER = (
     "uninitialised", "stale", "moved",
     "alias_broken", "dtype", "layout", "unheld", "missing", "extra", "vacuous", "unclassified",
     "invalid_ids", "replicas_differ", "checkpoint_mismatch", "wrong_derived", "differs", "not_changed", "stale_cache",
-    "generation_differs",
+    "generation_differs", "read_foreign",
 )  # fmt: skip
 _RANK_OF = {code: place for place, code in enumerate(ORDER)}
 

@@ -16,7 +16,7 @@ class Violation:
     """One broken rule on one rank. modules: the modules concerned, () for the whole root. untouched: the load
     did nothing at all with them, as when no weights arrive for them."""
 
-    code: str  # skipped_hook | processed_twice | finalised_late | stale_padding | stale
+    code: str  # skipped_hook | processed_twice | finalised_late | stale_padding | stale | read_foreign
     rank: int
     root: str
     load: int
@@ -79,6 +79,11 @@ class _RootLoad:
             modules = {e["module"] for e in serving if e["module"]}
             yield self._violation(
                 "finalised_late", f"{what} ran inside a forward pass, not in the load", modules
+            )
+        foreign = sum(e["event"] == "read_foreign" for e in loading)
+        if foreign:
+            yield self._violation(
+                "read_foreign", f"it read {foreign:,} tensors that the rank keeps nothing of"
             )
         yield from self._hook(loading, late=any(e["event"] == "finalize" for e in serving))
         untouched = self._untouched()

@@ -177,6 +177,10 @@ _MECHANISM = {
         "Until that forward the weights were not in the form that the kernel reads, and a graph captured earlier "
         "holds other storage."
     ),
+    "read_foreign": (
+        "Shards of other ranks are read, or copied, before they are dropped: every rank pays time and memory for the "
+        "whole checkpoint, and no result shows it."
+    ),
     "processed_twice": "Post-processing is not idempotent: what is already in the kernel's form is converted again.",
     "skipped_hook": "What only that step builds or refreshes is missing or is still that of the load before.",
     "stale_padding": "The kernel reads the padding as weights, and it holds what the memory held before.",

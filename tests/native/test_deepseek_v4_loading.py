@@ -9,6 +9,7 @@ from deepseek_v4_engine import TOY, make_checkpoint, start_engine
 from k3_engine import NEW, OLD
 from rehearsal import Rehearsal, observed
 
+from workloads import faults
 from workloads.engines.native import NativeEngine
 from workloads.kernels.fp8_blocks import BLOCK
 from workloads.kernels.moe import MegaMoEReference
@@ -147,6 +148,22 @@ def test_the_stack_declares_exactly_the_checkpoint() -> None:
         for placement in weight.placements
     }
     assert declared == {spec.name for spec in every_tensor(sections(TOY))}
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_rank_reads_what_it_keeps_and_nothing_else(faulty: bool, checkpoint: Path) -> None:
+    """A copy of other ranks' experts, dropped at once, leaves no trace but the event."""
+    reader, lifecycle = open_view(Checkpoint(), checkpoint), Lifecycle()
+    root = roots_of_rank(2, 1, 2, 1)["target"]
+    loader = faults.loader_class(["foreign_experts_cloned"] if faulty else [])("target", root, lifecycle)
+    for via, load in (("safetensors", loader.cold), ("direct", loader.direct)):
+        lifecycle.start_load(via)
+        load(reader)
+    read = [event for event in lifecycle.events if event["event"] == "read_foreign"]
+    foreign = (
+        TOY.num_layers * TOY.num_experts // 2 * 6
+    )  # the other rank's, of three matrices with their scales
+    assert [event["load"] for event in read] == [1] * foreign * faulty
 
 
 def test_fp8_experts_are_refused() -> None:

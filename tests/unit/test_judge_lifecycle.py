@@ -62,6 +62,7 @@ def filled_after(events: Events) -> Events:
         ("stale_padding", lambda e: without(e, load=1, event="fill_padding", module="model.layers.1.mlp")),
         ("stale_padding", lambda e: without(e, root="target", load=2, event="fill_padding")),
         ("stale", lambda e: without(e, root="draft", load=1)),
+        ("read_foreign", lambda e: [*e, event("target", 1, "read_foreign", "layerwise")]),
     ],
 )
 def test_each_broken_rule_has_its_code(code: str, change: Callable[[Events], Events]) -> None:

@@ -16,7 +16,8 @@ class Lifecycle:
     """Numbers the loads of one process and tells each event with the phase in which it happened.
 
     Records: {"kind": "event", "root", "load", "event", "via", "phase", "module"}; event is one of
-    load_start, fill_padding, post_process, finalize, load_end; phase is load or forward.
+    load_start, fill_padding, post_process, finalize, load_end, or read_foreign where the load reads a tensor that this
+    rank keeps nothing of; phase is load or forward.
     """
 
     def __init__(self, sink: EventSink | None = None) -> None:

@@ -65,8 +65,12 @@ class Steps:
 
     def incoming(self, reader: Reader) -> Iterator[Incoming]:
         """This rank's pieces as they come, each announced one exactly once, else ReloadError."""
-        pieces = in_buckets(self._pieces(reader), self.arrival.bucket_bytes)
+        pieces = in_buckets(self._pieces(self.watched(reader)), self.arrival.bucket_bytes)
         return accounted(pieces, self.map, self.expected())
+
+    def watched(self, reader: Reader) -> Reader:
+        """The reader, with an event for each tensor that is asked for and of which this rank keeps nothing."""
+        return _Watched(reader, self)
 
     def _pieces(self, reader: Reader) -> Iterator[Incoming]:
         """Read one at a time."""
@@ -170,6 +174,17 @@ class Steps:
 
     def record(self, event: str, module: str = "") -> None:
         self.lifecycle.record(self.name, event, module)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    reader: Reader
+    steps: Steps
+
+    def slice(self, name: str, region: Region) -> torch.Tensor:
+        if name not in self.steps.map:
+            self.steps.record("read_foreign")
+        return self.reader.slice(name, region)
 
 
 def _check_piece(destination: Destination, parameter: torch.Tensor, piece: torch.Tensor) -> None:
