@@ -1,6 +1,8 @@
 """What one rank holds, part by part, from a model's dimensions: weights, kernel buffer, caches, peaks."""
 
 import os
+import shutil
+import subprocess
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -144,9 +146,15 @@ def machine_bytes() -> int:
 
 
 def machine_gpus() -> int:
-    """NVIDIA GPUs that the driver of this machine shows."""
+    """NVIDIA GPUs that this machine shows to processes of CUDA: by its driver's files, or where a container hides them,
+    by nvidia-smi; at most those that CUDA_VISIBLE_DEVICES names."""
     listed, devices = Path("/proc/driver/nvidia/gpus"), Path("/dev").glob("nvidia[0-9]*")
-    return max(len(list(listed.iterdir())) if listed.is_dir() else 0, len(list(devices)))
+    found = max(len(list(listed.iterdir())) if listed.is_dir() else 0, len(list(devices)))
+    if not found and (tool := shutil.which("nvidia-smi")):
+        shown = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=60, check=False)
+        found = sum(line.startswith("GPU ") for line in shown.stdout.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len([one for one in visible.split(",") if one.strip()]))
 
 
 def padded_intermediate(experts: Experts, backend: Backend) -> int:

@@ -1,5 +1,7 @@
 """Plans for our own MegaMoE on Hopper: memory of its layout, its passes and its updates, and what cannot run here."""
 
+from pathlib import Path
+
 import pytest
 
 from orchestrator import memory
@@ -97,6 +99,23 @@ def test_a_cell_that_this_machine_cannot_hold_is_planned_and_not_run(
     assert one.cell["backend"]["moe_kernel"] == "mega_moe"
     assert sentence in one.cell.get("needs", "")
     assert bool(sentence) == ("needs" in one.cell)
+
+
+def test_gpus_are_those_that_the_machine_shows_and_the_variable_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: a)'; echo 'GPU 1: NVIDIA H200 (UUID: b)'\n")
+    tool.chmod(0o700)
+    monkeypatch.setattr(
+        memory, "Path", lambda name: tmp_path / "none"
+    )  # of the driver's files, nothing is there
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert memory.machine_gpus() == 2
+    for visible, count in (("1", 1), ("0,1,2", 2), ("", 0)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert memory.machine_gpus() == count
 
 
 def test_a_backend_alone_does_not_say_where_its_gpus_are() -> None:
