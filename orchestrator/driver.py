@@ -3,6 +3,7 @@
 Exit codes: 0 PASS, 1 FAIL, 2 not an attempt that can be run, 3 ERROR, 4 INCONCLUSIVE or NOT_RUN.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -83,21 +84,25 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
     preflight.check(preflight.Place(cell, store, attempt, allocation))
     if not (attempt / "provenance.json").exists():
         write_json(attempt / "provenance.json", provenance.collect())
-    node_step.check_nodes(cell, store, attempt, allocation, recorder)
-    recorder.phase("checkpoints and prompts")
-    staged = stage(cell, store, attempt, allocation)
-    for arm in ("base", "candidate"):
-        if cell["code"][arm] is None:
-            continue
-        gangs = arm_gangs(staged, arm)
-        try:
-            _run_gangs(cell, arm, gangs.gang_set, allocation, recorder)
-        except AttemptError as error:
-            if arm != "base" or error.failure.type not in CRASHES:
-                raise
-            write_json(attempt / "base" / CRASH, error.record())  # what the candidate may have mended
-            recorder.phase(f"base: {error.failure.message}")
-        publish(store, gangs)
+    with contextlib.ExitStack() as stack:
+        nodes = node_step.check_nodes(cell, store, attempt, allocation, recorder)
+        if nodes is not None:
+            stack.callback(nodes.close)
+        recorder.phase("checkpoints and prompts")
+        staged = stage(cell, store, attempt, allocation)
+        for arm in ("base", "candidate"):
+            if cell["code"][arm] is None:
+                continue
+            gangs = arm_gangs(staged, arm)
+            try:
+                _run_gangs(cell, arm, gangs.gang_set, allocation, recorder, nodes)
+            except AttemptError as error:
+                if arm != "base" or error.failure.type not in CRASHES:
+                    raise
+                write_json(attempt / "base" / CRASH, error.record())  # what the candidate may have mended
+                recorder.phase(f"base: {error.failure.message}")
+            nodes = None
+            publish(store, gangs)
     if second_run(cell):
         for arm in ("candidate", "base"):
             _run_gangs(cell, arm, second_gang(staged, arm), allocation, recorder)
@@ -106,11 +111,17 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Recorder) -> dict
 
 
 def _run_gangs(
-    cell: Cell, arm: str, gangs: GangSet, allocation: Allocation | None, recorder: Recorder
+    cell: Cell,
+    arm: str,
+    gangs: GangSet,
+    allocation: Allocation | None,
+    recorder: Recorder,
+    nodes: gang.Waiting | None = None,
 ) -> None:
+    """nodes: parents that are there already."""
     recorder.shown.board.expect(gangs.gangs)
     recorder.phase(f"{arm}: {', '.join(spec.name for spec in gangs.gangs)}")
-    gang.run(gangs, allocation, limits_of(cell["policy"]), recorder.take)
+    gang.run(gangs, allocation, limits_of(cell["policy"]), recorder.take, nodes)
 
 
 def drive(cell: Cell, store: Store, attempt: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from workloads.processes import adopt_orphans, die_with_parent, family, kill_chi
 from workloads.spec import GangSpec
 
 STACKS = b"stacks"  # on standard input, with ranks
+RUN = b"run"  # on that of a node that waits for gangs, with the folder of their set
 
 log = logging.getLogger(__name__)
 
@@ -127,17 +128,22 @@ def main() -> int:
     options = parser.parse_args()
     if options.parent is not None:
         die_with_parent(signal.SIGTERM, options.parent)
-    adopt_orphans()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s node %(levelname)s %(message)s")
     events = Events(options.node_rank)
+    return be_node(options.set, options.ranks, events, options.attended, options.keep_going)
+
+
+def be_node(folder: Path, ranks: str, events: Events, attended: bool, keep_going: bool = False) -> int:
+    """Of this process, from now on; its exit code. ranks: LO:HI."""
+    adopt_orphans()
     events.node_started(__file__)
-    low, high = map(int, options.ranks.split(":"))
+    low, high = map(int, ranks.split(":"))
     try:
-        return run_set(options.set, range(low, high), events, options.attended, options.keep_going)
+        return run_set(folder, range(low, high), events, attended, keep_going)
     except Exception as error:
         from workloads.rank import failure_report
 
-        log.exception("node %d failed", options.node_rank)
+        log.exception("the node of ranks %s failed", ranks)
         events.emit("node_failed", error=failure_report(error))
         return 1
 

@@ -12,7 +12,8 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from orchestrator.failure import AttemptError, first_failure, tail, unkillable
 from orchestrator.gangs.hangs import hang
 from orchestrator.gangs.launch import Allocation, GangSet, environment, launch_command
 from orchestrator.gangs.signs import Attention, Limits, Signs, Stall
-from workloads.node import STACKS
+from workloads.node import RUN, STACKS
 from workloads.stacks import DUMP_S
 
 # From the order to stop to SIGKILL. A node parent whose ranks can be killed needs less than 4, one whose ranks the
@@ -28,14 +29,58 @@ from workloads.stacks import DUMP_S
 STOP_S = 15.0
 POLL_S = 0.1
 STANDING_S = 5.0  # between reports of where a gang is
+NODE_LOG = "node.log"  # of a set
 
 log = logging.getLogger(__name__)
 
 Observer = Callable[[Mapping[str, Any]], None]
 
 
-def run(gang_set: GangSet, allocation: Allocation | None, limits: Limits | float, observe: Observer) -> None:
-    """Runs the gangs in order. Returns when all of them ended well, else raises AttemptError.
+@dataclass(frozen=True)
+class Waiting:
+    """Node parents that have run a set of gangs and wait for another one, with all that they have imported. variables:
+    of their environment."""
+
+    process: subprocess.Popen[bytes]
+    set: GangSet
+    variables: Mapping[str, str]
+
+    def fits(self, gang_set: GangSet, allocation: Allocation | None) -> bool:
+        """Whether they are what a launch of this set would start."""
+        started = (
+            self.set.tree,
+            self.set.parents,
+            self.set.python,
+            self.set.image,
+            self.set.ray,
+            self.variables,
+        )
+        own = (gang_set.tree, gang_set.parents, gang_set.python, gang_set.image, gang_set.ray)
+        return started == (*own, environment(gang_set, allocation))
+
+    def go_on(self, gang_set: GangSet) -> subprocess.Popen[bytes]:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # they have ended meanwhile, as whoever follows them sees
+            self.process.stdin.write(RUN + b" " + os.fsencode(gang_set.folder) + b"\n")
+            self.process.stdin.flush()
+        return self.process
+
+    def close(self) -> None:
+        """They are not wanted any more, or have ended."""
+        assert self.process.stdout is not None
+        if not self.process.stdout.closed:
+            _Watch(self.set, Limits(STOP_S), lambda event: None).stop(self.process)
+
+
+def run(
+    gang_set: GangSet,
+    allocation: Allocation | None,
+    limits: Limits | float,
+    observe: Observer,
+    waiting: Waiting | None = None,
+) -> Waiting | None:
+    """Runs the gangs in order. Returns when all of them ended well, else raises AttemptError. waiting: node parents
+    that are there already, where they fit. Returns those of a set that stays.
 
     limits: how long a rank may be silent; a number holds for every step. observe: gets every event of a node parent and
     every progress record (with "gang" and "rank") as they come, and records of kind "standing": where the gang is, by
@@ -44,27 +89,47 @@ def run(gang_set: GangSet, allocation: Allocation | None, limits: Limits | float
     """
     gang_set.write()
     watch = _Watch(gang_set, limits if isinstance(limits, Limits) else Limits(limits), observe)
-    command = launch_command(gang_set, allocation)
+    if waiting is not None and waiting.fits(gang_set, allocation):
+        process, variables = waiting.go_on(gang_set), waiting.variables
+        watch.log, watch.stays = waiting.set.folder / NODE_LOG, True
+    else:
+        if waiting is not None:
+            waiting.close()
+        variables = environment(gang_set, allocation)
+        process = _launch(gang_set, launch_command(gang_set, allocation), variables)
+    try:
+        watch.follow(process)
+    except BaseException:
+        try:
+            watch.stop(process)
+        finally:  # also where the observer fails again, or a second order comes
+            if process.poll() is None:
+                watch.observe = lambda record: None
+                watch.stop(process)
+        raise
+    if gang_set.stays and watch.have_all_ended() and process.poll() is None:
+        return Waiting(process, gang_set, variables)
+    order = _stop(watch, process)
+    watch.judge(process.returncode)
+    if order is not None:
+        raise order
+    return None
+
+
+def _launch(
+    gang_set: GangSet, command: Sequence[str], variables: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     log.info("starting %s", " ".join(command))
-    with (gang_set.folder / "node.log").open("ab") as errors:
-        process = subprocess.Popen(
+    with (gang_set.folder / NODE_LOG).open("ab") as errors:
+        return subprocess.Popen(
             command,
             stdin=subprocess.PIPE,  # its end tells all node parents to stop, also when the driver just dies
             stdout=subprocess.PIPE,
             stderr=errors,
             cwd=gang_set.tree,
-            env=environment(gang_set, allocation),
+            env=variables,
             start_new_session=True,  # a Ctrl-C on the terminal reaches the driver only, which stops in order
         )
-    try:
-        watch.follow(process)
-    except BaseException:
-        watch.stop(process)
-        raise
-    order = _stop(watch, process)
-    watch.judge(process.returncode)
-    if order is not None:
-        raise order
 
 
 def _stop(watch: "_Watch", process: subprocess.Popen[bytes]) -> AttemptError | None:
@@ -83,6 +148,8 @@ class _Watch:
 
     def __init__(self, gang_set: GangSet, limits: Limits, observe: Observer) -> None:
         self.set, self.limits, self.observe = gang_set, limits, observe
+        self.log = gang_set.folder / NODE_LOG  # what the launch command wrote
+        self.stays = gang_set.stays  # whether the command goes on after all gangs have ended
         self.events: list[Mapping[str, Any]] = []
         self.attention = Attention()
         self.signs: dict[str, Signs] = {}  # of the gangs that have started, in order
@@ -96,7 +163,7 @@ class _Watch:
         while True:
             ended = process.poll() is not None  # asked first: what it wrote before its end is read below
             self._read(process)
-            if ended or any(map(_is_failure, self.events)):
+            if ended or any(map(_is_failure, self.events)) or (self.stays and self.have_all_ended()):
                 return
             signs = self._current()
             if signs is not None:
@@ -104,6 +171,10 @@ class _Watch:
                 self._report(signs)
             if self.stall is not None or (signs is None and self._idle() > self.limits.step):
                 return
+
+    def have_all_ended(self) -> bool:
+        ended = [event for event in self.events if event["kind"] == "gang_ended"]
+        return len(ended) == len(self.set.gangs) * self.set.parents
 
     def _current(self) -> Signs | None:
         """Of the gang that runs; None before and between gangs."""
@@ -205,8 +276,7 @@ class _Watch:
         if error is None and self.stall is not None:
             error = hang(self.stall, *self._fates(self.stall.spec.name))
         error = unkillable(self.events) or error
-        ended = [event for event in self.events if event["kind"] == "gang_ended"]
-        if error is None and (code != 0 or len(ended) != len(self.set.gangs) * self.set.parents):
+        if error is None and (code != 0 or not self.have_all_ended()):
             error = self._vanished(code, hosts)
         if error is not None:
             if error.failure.rank is not None and error.failure.node is None:
@@ -233,7 +303,7 @@ class _Watch:
     def _vanished(self, code: int, hosts: Mapping[int, str]) -> AttemptError:
         """The command ended without the report of a failure: a node is gone, or nothing started at all."""
         how = f"ended with code {code}"
-        evidence = tail(self.set.folder / "node.log")
+        evidence = tail(self.log)
         if len(hosts) < self.set.parents:
             message = (
                 f"{len(hosts)} of {self.set.parents} node parents started, then the launch command {how}."

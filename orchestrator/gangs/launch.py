@@ -55,6 +55,7 @@ class GangSet:
     ray: RayCluster | None = None  # whose nodes they are
     program: Sequence[str] = ("workloads.node",)  # module that each node runs, and its options
     survivors_s: int = 0  # how long other nodes go on after one has ended; 0: they end with one that failed
+    stays: bool = False  # whether its nodes wait for another set after it
 
     def write(self) -> None:
         """`gangs.json` and each gang's `gang.json`."""

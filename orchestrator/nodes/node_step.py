@@ -12,8 +12,9 @@ from orchestrator.gangs import gang
 from orchestrator.gangs.launch import Allocation, GangSet, free_port, master_address
 from orchestrator.nodes import node_check
 from orchestrator.nodes.node_records import Expected, Problem, read_events
-from orchestrator.provenance import checkout
+from orchestrator.provenance import checkout, source_hash
 from orchestrator.staging import interpreter
+from orchestrator.starts import ARMS
 from orchestrator.store import Store, read_json, write_json
 from orchestrator.trees import source_tree
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
@@ -32,16 +33,17 @@ class Listener(Protocol):
 
 def check_nodes(
     cell: Cell, store: Store, attempt: Path, allocation: Allocation | None, listener: Listener
-) -> None:
+) -> gang.Waiting | None:
     """Adds what was found to provenance.json. Without GPUs and other nodes there is nothing to learn: the driver has
     looked at its own machine. Nor on a Ray cluster of others, which tells the nodes of a gang as it starts there.
 
+    Returns the node parents that have made the check and can run the gangs, which saves them the import of torch.
     Raises AttemptError: `bad_node` names the nodes at fault, `preflight` is a problem that no node explains; and how
     the step ended, where the nodes reported nothing that says more.
     """
     one_node = allocation is None or cell["parallelism"]["nodes"] == 1
     if cell["cluster"]["kind"] == "ray" or (one_node and cell["backend"]["device"] == "cpu"):
-        return
+        return None
     expected, step = _expected(cell, allocation), _step(cell, store, attempt / FOLDER, allocation)
     events: list[Mapping[str, Any]] = []
 
@@ -50,13 +52,30 @@ def check_nodes(
             events.append(event)
             listener.take(event)
 
-    ended: AttemptError | None = None
+    ended, waiting = None, None
     try:
-        gang.run(step, allocation, float(cell["policy"]["step_timeout_s"]), take)
+        waiting = gang.run(step, allocation, float(cell["policy"]["step_timeout_s"]), take)
     except AttemptError as error:
         if error.failure.type not in ENDED_BY_NODES:
             raise
         ended = error
+    try:
+        _judge(expected, events, ended, attempt, listener)
+    except BaseException:
+        if waiting is not None:
+            waiting.close()
+        raise
+    return waiting
+
+
+def _judge(
+    expected: Expected,
+    events: Sequence[Mapping[str, Any]],
+    ended: AttemptError | None,
+    attempt: Path,
+    listener: Listener,
+) -> None:
+    """ended: how the step did, where that was not in order. Raises AttemptError."""
     nodes = read_events(expected, events)
     for rank, node in enumerate(nodes):
         write_json(attempt / FOLDER / f"node-{rank:05d}.json", vars(node))
@@ -92,7 +111,8 @@ def _expected(cell: Cell, allocation: Allocation | None) -> Expected:
 
 
 def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None) -> GangSet:
-    """Started as gangs are. It runs from this driver's own tree, since an arm's may be older than this check."""
+    """Started as gangs are. It runs from the tree of the arm that comes first, and its nodes stay for its gangs, where
+    that is what this driver has itself; else from this driver's, since an arm's may be older than this check."""
     layout, cluster = Parallelism(**cell["parallelism"]), cell["cluster"]
     steps = [Step("check", name="nodes")]
     spec = GangSpec(FOLDER, str(folder), Model(), layout, Backend(**cell["backend"]), {}, {}, steps)
@@ -107,10 +127,14 @@ def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None)
         # The nodes of a container start when each has its image, which takes as long as it takes.
         "limit": START_S if cluster["image"] is None else cell["policy"]["step_timeout_s"],
     }
+    first = next(arm for name in ARMS if (arm := cell["code"][name]) is not None)
+    is_own = first["source"] == source_hash(checkout())
+    has_network = bool(cluster.get("preflight", {}).get("network", True))
+    stays = is_own and has_network and allocation is not None and cluster["image"] is None
     return GangSet(
         folder,
         [spec],
-        checkout(),
+        source_tree(first, store) if is_own else checkout(),
         parents=nodes,
         python=interpreter(cell, "candidate"),
         environment=cluster["env"],
@@ -120,7 +144,9 @@ def _step(cell: Cell, store: Store, folder: Path, allocation: Allocation | None)
             "workloads.preflight",
             *(f"--{name}={value}" for name, value in options.items()),
             *(f"--source={tree}" for tree in sorted(trees)),
-            *([] if cluster.get("preflight", {}).get("network", True) else ["--no-network"]),
+            *([] if has_network else ["--no-network"]),
+            *(["--stay"] if stays else []),
         ),
         survivors_s=SURVIVORS_S,
+        stays=stays,
     )

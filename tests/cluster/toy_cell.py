@@ -37,7 +37,9 @@ def measure(cell: Cell, store: Store, attempt: Path, recorder: Any) -> dict[str,
     while value == "go" and not (store.root / "toy" / "go").exists():
         time.sleep(0.1)
     if word == "check":
-        node_step.check_nodes(cell, store, attempt, find_allocation(os.environ), recorder)
+        nodes = node_step.check_nodes(cell, store, attempt, find_allocation(os.environ), recorder)
+        assert nodes is not None
+        nodes.close()
     if word == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "raise":

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -16,6 +17,8 @@ import pytest
 from orchestrator.failure import AttemptError, Failure
 from orchestrator.gangs.gang import _Watch, run
 from orchestrator.gangs.launch import GangSet, free_port
+from orchestrator.nodes.node_check import problems
+from orchestrator.nodes.node_records import Expected, read_events
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
 
 ROOT = Path(__file__).parents[2]
@@ -274,3 +277,55 @@ def test_nothing_survives_kill_9_of_the_driver(follower: subprocess.Popen[str], 
     follower.kill()
     follower.wait()
     wait_until_gone(tmp_path, 8)
+
+
+def checking_set(folder: Path, **variables: str) -> GangSet:
+    spec = toy_spec(folder, "sum", 2, "preflight")
+    program = ("workloads.preflight", "--nodes=1", "--device=cuda", "--stay")
+    return GangSet(
+        folder / "preflight", [spec], ROOT, environment=TOY | variables, program=program, stays=True
+    )
+
+
+def test_the_nodes_that_were_checked_run_the_gangs(tmp_path: Path) -> None:
+    """In the same process, which has torch by then; other variables take another one."""
+    folder = tmp_path / "with a space"
+    events: list[dict] = []
+
+    def observe(event: Mapping[str, Any]) -> None:
+        events.append(dict(event))
+
+    waiting = run(checking_set(folder), None, 60, observe)
+    assert waiting is not None
+    assert {event["stage"] for event in events if event["kind"] == "node_check"} == {
+        "machine",
+        "gpus",
+        "done",
+    }
+    assert run(toy_set(folder, toy_spec(folder, "sum", 2)), None, 60, observe, waiting) is None
+    checked, ran = (event["pid"] for event in events if event["kind"] == "node_started")
+    assert checked == ran
+    assert [event["code"] for event in events if event["kind"] == "rank_exited"] == [0, 0]
+    waiting.close()
+    assert not left_of(folder)
+
+    waiting = run(checking_set(folder, OTHER="1"), None, 60, observe)
+    with pytest.raises(AttemptError, match="Rank 1 of gang 'second'"):
+        run(toy_set(folder, toy_spec(folder, "kill:1", 2, "second")), None, 60, observe, waiting)
+    checked, ran = [event["pid"] for event in events if event["kind"] == "node_started"][2:]
+    assert checked != ran
+    assert not left_of(folder)
+
+
+def test_a_check_that_dies_does_not_take_its_node_along(tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nkill -9 $PPID\n")
+    smi.chmod(0o755)
+    events: list[dict] = []
+    checks = checking_set(tmp_path, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    waiting = run(checks, None, 60, lambda event: events.append(dict(event)))
+    assert waiting is not None
+    [node] = read_events(Expected(["n1"], 2), events)
+    assert [problem.nodes for problem in problems(Expected(["n1"], 2), [node])] == [("n1",)]
+    waiting.close()
+    assert not left_of(tmp_path)

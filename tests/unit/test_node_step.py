@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from orchestrator.config.planning import plan
 from orchestrator.failure import AttemptError
 from orchestrator.gangs.launch import Allocation, GangSet, launch_command
 from orchestrator.nodes import node_step
+from orchestrator.provenance import checkout
 from orchestrator.store import Store, read_json, write_json
 
 TWO = Allocation("7", ["n1", "n2"])
@@ -100,7 +102,9 @@ def test_the_node_that_the_step_lost_is_the_bad_one(
     monkeypatch: pytest.MonkeyPatch, cell: Cell, attempt: Path
 ) -> None:
     lost = AttemptError("node_lost", "The launch command ended.", node="n1", log_tail="srun: error")
-    with pytest.raises(AttemptError, match="Node n2 did not begin its check.*must see the run store") as raised:
+    with pytest.raises(
+        AttemptError, match=r"Node n2 did not begin its check: .* must see the run store"
+    ) as raised:
         check(monkeypatch, cell, attempt, reports(0), lost)
     failure = raised.value.failure
     assert (failure.type, failure.node, failure.log_tail) == ("bad_node", "n2", "srun: error")
@@ -139,7 +143,15 @@ def test_the_step_starts_where_the_folder_is_not_seen_and_outlives_a_node(
     monkeypatch: pytest.MonkeyPatch, cell: Cell, attempt: Path
 ) -> None:
     seen: list[GangSet] = []
-    monkeypatch.setattr(node_step.gang, "run", lambda gangs, *_: (gangs.write(), seen.append(gangs)))
+    closed: list[bool] = []
+    waiting = SimpleNamespace(close=lambda: closed.append(True))
+
+    def run(gangs: GangSet, *_: Any) -> Any:
+        gangs.write()
+        seen.append(gangs)
+        return waiting
+
+    monkeypatch.setattr(node_step.gang, "run", run)
     with pytest.raises(AttemptError, match="did not begin"):
         node_step.check_nodes(cell, Store(attempt.parents[2]), attempt, TWO, Listener())
     command = launch_command(seen[0], TWO)
@@ -147,10 +159,21 @@ def test_the_step_starts_where_the_folder_is_not_seen_and_outlives_a_node(
     assert not [word for word in command if word.startswith("--error")]
     assert command[command.index("-m") + 1 :][:2] == ["workloads.preflight", "--nodes=2"]
     assert "--no-network" not in command
+    assert closed, "unfit nodes do not wait for gangs"
+    assert "--stay" in command
+    older = {**cell, "code": {**cell["code"], "candidate": {**cell["code"]["candidate"], "source": "0"}}}
+    monkeypatch.setattr(node_step, "source_tree", lambda arm, store: store.root / "older")
+    with pytest.raises(AttemptError, match="did not begin"):
+        node_step.check_nodes(older, Store(attempt.parents[2]), attempt, TWO, Listener())
+    assert seen.pop().tree == checkout(), "the arm may lack the check"
+    monkeypatch.undo()
+    monkeypatch.setattr(node_step.gang, "run", run)
     alone = {**cell, "cluster": {**cell["cluster"], "preflight": {"network": False}}}
     with pytest.raises(AttemptError, match="did not begin"):
         node_step.check_nodes(alone, Store(attempt.parents[2]), attempt, TWO, Listener())
-    assert "--no-network" in launch_command(seen[1], TWO)
+    command = launch_command(seen[1], TWO)
+    assert "--no-network" in command
+    assert "--stay" not in command, "without the network nothing of it needs torch"
 
 
 @pytest.mark.parametrize("change", [{"kind": "ray"}, {}])

@@ -4,11 +4,15 @@ Writes events like a node parent to standard output, so that they arrive where n
 `node_check` with a `stage`, in this order: machine, gpus, meet, versions, files, pair (one for each partner), whole,
 rounds (all since `meet`), leave, done. Each has `found`, or `error` where finding out failed; a node that does not
 come to `done` has died.
+
+With `--stay` the check is made in a child, and the process, which has imported torch by then, waits for a line
+`run SET` on standard input: then it is the node parent of that set of gangs, as `python -m workloads.node SET` is.
 """
 
 import argparse
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workloads.member import Events
+from workloads.node import RUN, be_node
 from workloads.preflight import files, gpus
 from workloads.processes import die_with_parent
 from workloads.source import ENGINE_PACKAGES, files_hash, files_in, package_versions
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from workloads.preflight import network
 
 GANG = "preflight"
+WAIT_S = 0.05  # between looks at the child
 LOST_PARTNERS = (
     2  # a node that as many others do not reach is itself the cause: it stops before it holds up all
 )
@@ -122,6 +128,57 @@ def _end_with_driver() -> None:
     os._exit(128 + signal.SIGTERM)
 
 
+def _in_a_child(options: argparse.Namespace, events: Events) -> int:
+    """Pid of the process that makes the check. What collectives leave, threads and a CUDA context, ends with it."""
+    import torch  # noqa: F401 - before the fork: the child needs it, and so do the gangs
+
+    sys.stderr.flush()
+    parent, child = os.getpid(), os.fork()
+    if child == 0:
+        die_with_parent(signal.SIGKILL, parent)
+        _check(options, events)
+        os._exit(0)  # a group that broke may not let itself be taken apart
+    return child
+
+
+def _stay(options: argparse.Namespace, events: Events) -> int:
+    """Exit code of this node, which ends with standard input. A check that died has not told `done`."""
+    child: int | None = _in_a_child(options, events)
+    said = b""
+    while not said.endswith(b"\n"):
+        if child is not None and os.waitpid(child, os.WNOHANG)[0]:
+            child = None
+            events.emit("gang_ended", gang=GANG)
+        if select.select([0], [], [], WAIT_S if child is not None else None)[0]:
+            data = os.read(0, 4096)
+            said += data
+            if not data:
+                return 128 + signal.SIGTERM
+    code = _go_on(Path(os.fsdecode(said.removeprefix(RUN).strip())), options, events)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    while code == 0 and os.read(
+        0, 4096
+    ):  # a step of this kind ends all nodes a while after the first that is gone
+        pass
+    return code
+
+
+def _go_on(folder: Path, options: argparse.Namespace, events: Events) -> int:
+    """As the node parent of a set of gangs, whose folder gets the log."""
+    with (folder / f"node-{options.node_rank}.log").open("ab") as errors:
+        sys.stderr.flush()
+        os.dup2(errors.fileno(), 2)
+        os.dup2(errors.fileno(), 1)  # events have a descriptor of their own
+    return be_node(folder, options.ranks, events, attended=True)
+
+
+def _check(options: argparse.Namespace, events: Events) -> None:
+    began, report = time.monotonic(), Report(events)
+    check(options, report)
+    report.stage("done", lambda: {"seconds": time.monotonic() - began})
+    sys.stderr.flush()
+
+
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m workloads.preflight")
     parser.add_argument("folder", type=Path, help="on the shared file system, for a file of each node")
@@ -141,6 +198,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, action="append", default=[], help="a tree whose hash is told")
     parser.add_argument("--no-network", action="store_false", dest="network", help="meet no other node")
     parser.add_argument("--attended", action="store_true", help="stop at the end of standard input")
+    parser.add_argument(
+        "--stay", action="store_true", help="run the gangs that standard input names, after it"
+    )
     parser.add_argument("--parent", type=int, help="pid whose death ends this node (on the driver's machine)")
     return parser.parse_args()
 
@@ -151,16 +211,15 @@ def main() -> None:
         die_with_parent(signal.SIGTERM, options.parent)
     form = f"%(asctime)s node {options.node_rank} %(levelname)s %(message)s"  # all nodes share one log
     logging.basicConfig(level=logging.INFO, format=form)
-    if options.attended:
+    if options.attended and not options.stay:
         threading.Thread(target=_end_with_driver, daemon=True).start()
     events = Events(options.node_rank)
     events.node_started(__file__)
     events.emit("gang_started", gang=GANG)
-    began, report = time.monotonic(), Report(events)
-    check(options, report)
-    report.stage("done", lambda: {"seconds": time.monotonic() - began})
+    if options.stay:
+        sys.exit(_stay(options, events))
+    _check(options, events)
     events.emit("gang_ended", gang=GANG)
-    sys.stderr.flush()
     os._exit(0)  # a group that broke may not let itself be taken apart
 
 
