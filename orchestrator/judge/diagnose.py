@@ -161,7 +161,7 @@ def _part_code(
     if before is not None and unchanged and not is_padding(part) and not is_wrong(before):
         return "stale", ""
     if view.observed.is_blank(path):
-        return "uninitialised", "nothing in this module is right, and some of it is one repeated byte"
+        return "uninitialised", "nothing around it is right, and some of that is one repeated byte"
     if is_padding(part):
         return ("wrong_layout", _REARRANGED) if part.get("rearranged") else _padding_code(part)
     if part.get("cast") is not None and part["fp"] == part["cast"]:
@@ -173,7 +173,7 @@ def _part_code(
             "uninitialised",
             f"all bytes are {part['const']}, as they were created: nothing was loaded here",
         )
-    if unchanged and part.get("const") is not None:
+    if unchanged and is_repeated(part):
         note = f"all bytes are {part['const']}, before the update too: nothing was ever loaded here"
         return "uninitialised", note
     if unchanged:

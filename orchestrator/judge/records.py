@@ -88,18 +88,24 @@ class Audit:
         return {}
 
     def is_blank(self, path: str) -> bool:
-        """Whether the module of this tensor looks like memory that nothing was loaded into: no slice of the checkpoint
-        is in its place, and some places repeat one byte."""
+        """Whether the module of this tensor, or its whole model, looks like memory that nothing was loaded into: no
+        slice of the checkpoint is in its place, and some places repeat one byte."""
         if self._blank is None:
             right: set[str] = set()
             repeats: set[str] = set()
             for name, parts in self.parts.items():
-                module = name.rpartition(".")[0]
                 slices = [part for part in parts.values() if part["expected"] is not None]
-                right |= {module for part in slices if part["fp"] == part["expected"]}
-                repeats |= {module for part in slices if is_repeated(part)}
+                if any(part["fp"] == part["expected"] for part in slices):
+                    right.update(_around(name))
+                if any(is_repeated(part) for part in slices):
+                    repeats.update(_around(name))
             self._blank = repeats - right
-        return path.rpartition(".")[0] in self._blank
+        return not self._blank.isdisjoint(_around(path))
+
+
+def _around(path: str) -> tuple[str, str]:
+    """Module and model of a tensor."""
+    return path.rpartition(".")[0], path.partition(":")[0]
 
 
 @contextmanager

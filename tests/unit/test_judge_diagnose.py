@@ -149,7 +149,19 @@ def test_zeros_are_a_cast_of_scales_only_beside_weights(tmp_path: Path, module: 
             audit.refresh(path)
     finding = primary(world, tmp_path, code)
     if module:
-        assert "nothing in this module is right, and some of it is one repeated byte" in finding["detail"]
+        assert "nothing around it is right, and some of that is one repeated byte" in finding["detail"]
+
+
+def test_padding_of_a_model_that_nothing_was_loaded_into_was_not_forgotten(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        for path, parts in audit.parts.items():
+            for name, part in parts.items():
+                part |= {"fp": fx.fp("left over", path, name), "const": None}
+            audit.refresh(path)
+        audit.part(fx.O_PROJ, "weight")["const"] = 0
+    finding = primary(world, tmp_path, "uninitialised")
+    assert "stale_padding" not in {one["code"] for one in finding["consequences"]}
 
 
 def test_derived_tensor_that_does_not_follow_from_right_weights(tmp_path: Path) -> None:
