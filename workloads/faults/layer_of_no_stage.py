@@ -25,6 +25,10 @@ class InEngine(EngineFault):
     def make_roots(self, stack: "Stack", setting: "Setting[Any]") -> "Mapping[str, Target | Drafter]":
         roots = super().make_roots(stack, setting)
         if not setting.groups.on_last_stage:
-            layers = cast("nn.ModuleDict", roots["target"].get_submodule("model.layers"))
-            layers.pop(max(layers, key=int))
+            model = roots["target"].get_submodule("model")
+            layers = cast("nn.ModuleDict", model.get_submodule("layers"))
+            taps = vars(model).get(
+                "taps", ()
+            )  # the next stage would wait for what a drafter reads of the layer
+            layers.pop(max((name for name in layers if int(name) not in taps), key=int))
         return roots
