@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from orchestrator.failure import AttemptError, Failure
-from orchestrator.gangs.gang import _Watch, run
+from orchestrator.gangs.gang import run
 from orchestrator.gangs.launch import GangSet, free_port
+from orchestrator.gangs.watch import Watch
 from orchestrator.nodes.node_check import problems
 from orchestrator.nodes.node_records import Expected, read_events
 from workloads.spec import Backend, GangSpec, Model, Parallelism, Step
@@ -110,15 +111,15 @@ def test_an_order_to_end_while_gangs_end_does_not_hide_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, via: str, kind: str
 ) -> None:
     """As Slurm gives it after it has lost a node: the driver's signal handler raises in the middle of the stop."""
-    stop, orders = _Watch.stop, []
+    stop, orders = Watch.stop, []
 
-    def interrupted(watch: _Watch, process: subprocess.Popen[bytes]) -> None:
+    def interrupted(watch: Watch, process: subprocess.Popen[bytes]) -> None:
         if not orders:
             orders.append(AttemptError("stopped", "The driver was told to stop by SIGTERM."))
             raise orders[0]
         stop(watch, process)
 
-    monkeypatch.setattr(_Watch, "stop", interrupted)
+    monkeypatch.setattr(Watch, "stop", interrupted)
     with pytest.raises(AttemptError) as caught:
         run(toy_set(tmp_path, toy_spec(tmp_path, via, 2)), None, 60, lambda _: None)
     assert (caught.value.failure.type, len(orders)) == (kind, 1)
@@ -251,7 +252,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = [{tests!r}, {root!r}]
 from test_gang import toy_set, toy_spec
-from orchestrator.gangs.gang import _Watch, run
+from orchestrator.gangs.gang import run
 folder = Path({folder!r})
 def show(record):
     print(record.get("kind"), record.get("index"), flush=True)
