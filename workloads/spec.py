@@ -5,7 +5,7 @@ rules; nothing here validates.
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -208,9 +208,6 @@ class GangSpec:
         if self.backend.engine != "vllm":
             return 1
         return self.parallelism.tp if self.backend.url is None else self.parallelism.ranks
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> "GangSpec":

@@ -14,6 +14,7 @@ from typing import Any
 
 from orchestrator.cluster.slurm import inherited_names
 from orchestrator.failure import AttemptError
+from orchestrator.gangs.known_fields import told
 from workloads.spec import Backend, GangSpec, Parallelism
 from workloads.stacks import TOOL, find_tool
 
@@ -64,7 +65,7 @@ class GangSet:
         for spec in self.gangs:
             Path(spec.output).mkdir(mode=0o700, parents=True, exist_ok=True)
             files.append(Path(spec.output) / "gang.json")
-            spec.write(files[-1])
+            files[-1].write_text(json.dumps(told(spec, self.tree), indent=1) + "\n")
         (self.folder / "gangs.json").write_text(json.dumps([str(file) for file in files]) + "\n")
 
 
