@@ -339,10 +339,22 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module", name="questions")
+def questions_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with GSM8K's files: a plan asks questions only where there are any."""
+    folder = tmp_path_factory.mktemp("gsm8k")
+    for split in ("test", "train"):
+        (folder / f"{split}.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n' * 20)
+    return folder
+
+
 @pytest.mark.parametrize("name", GOLDENS)
-def test_plan_text(name: str, engines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_text(
+    name: str, engines: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a wanted change: UPDATE_GOLDEN=1 pytest, then read the difference."""
     monkeypatch.setenv("REFIT_ENGINES", str(engines))
+    monkeypatch.setenv("GSM8K_DIR", str(questions))
     command = [sys.executable, "-m", "orchestrator", *GOLDENS[name], f"store={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=checkout(), timeout=120)
     text = normal(done.stdout + done.stderr).replace(str(tmp_path), "<store>")
