@@ -88,8 +88,8 @@ class Audit:
         return {}
 
     def is_blank(self, path: str) -> bool:
-        """Whether the module of this tensor, or its whole model, looks like memory that nothing was loaded into: no
-        slice of the checkpoint is in its place, and some places repeat one byte."""
+        """Whether the module of this tensor, or one around it, looks like memory that nothing was loaded into: no slice
+        of the checkpoint is in its place, and some places repeat one byte."""
         if self._blank is None:
             right: set[str] = set()
             repeats: set[str] = set()
@@ -103,9 +103,13 @@ class Audit:
         return not self._blank.isdisjoint(_around(path))
 
 
-def _around(path: str) -> tuple[str, str]:
-    """Module and model of a tensor."""
-    return path.rpartition(".")[0], path.partition(":")[0]
+def _around(path: str) -> Iterator[str]:
+    """The modules that a tensor is in, from its own to its model."""
+    model, _, inside = path.partition(":")
+    while "." in inside:
+        inside = inside.rpartition(".")[0]
+        yield f"{model}:{inside}"
+    yield model
 
 
 @contextmanager
