@@ -181,6 +181,8 @@ def _part_code(
     if part.get("patch") is not None and part["patch"] in padding:
         return "overwritten_by_padding", f"all its wrong bytes are {part['patch']}, the value of the padding"
     places = view.places(part, view.observed.rank)
+    if any((place.rank, place.tensor, place.part) == (view.observed.rank, path, "") for place in places):
+        return "wrong_layout", "in the checkpoint's order it reads as the right tensor does in the kernel's"
     if places:
         return "found_elsewhere", describe_place(places[0], part, view.observed.rank)
     if part.get("shifted"):

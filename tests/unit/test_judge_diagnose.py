@@ -254,6 +254,16 @@ def test_parts_that_are_converted_once_too_often(tmp_path: Path) -> None:
     assert "it is -exp of what the checkpoint holds" in finding["detail"]
 
 
+def test_a_part_that_was_permuted_once_too_often_is_nowhere_else(tmp_path: Path) -> None:
+    world = World()
+    for audit in world.candidate.each("updated"):
+        right = world.fresh["new"].audits["fresh"][audit.rank].tensors[fx.O_PROJ]
+        audit.part(fx.O_PROJ, "weight")["fp"] = right["fp"]
+        audit.refresh(fx.O_PROJ)
+    finding = primary(world, tmp_path, "wrong_layout")
+    assert "in the checkpoint's order it reads as the right tensor does in the kernel's" in finding["detail"]
+
+
 def test_right_parts_in_the_wrong_order(tmp_path: Path) -> None:
     world = World()
     for audit in world.candidate.each("updated"):
