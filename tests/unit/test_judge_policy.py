@@ -183,6 +183,23 @@ def test_padding_of_which_nothing_is_known_is_inconclusive(tmp_path: Path) -> No
     assert check(judged, "updated_is_checkpoint")["verdict"] == "INCONCLUSIVE"
 
 
+@pytest.mark.parametrize(
+    ("drafts", "told"),
+    [
+        ([[], [], []], "4 of 4 identical; the drafter proposed nothing, so that it was not compared"),
+        ([[2, 5], [5], []], "4 of 4 identical; of 8 draft tokens 8 accepted on both sides"),
+        ([], "4 of 4 identical"),
+    ],
+)
+def test_a_drafter_that_proposes_nothing_is_told(tmp_path: Path, drafts: list[list[int]], told: str) -> None:
+    world = World()
+    for gang in (world.candidate, *world.fresh.values()):
+        for records in gang.generations.values():
+            for record in records:
+                record["drafts"] = drafts
+    assert check(world.judge(tmp_path), "updated_answers_as_fresh")["observed"] == told
+
+
 def test_a_missing_reference_is_an_error(tmp_path: Path) -> None:
     from orchestrator.judge.policy import judge_attempt
 
