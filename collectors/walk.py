@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from collectors.members import PLAIN, holds_nothing, instance_dict, members, package
+from collectors.members import PLAIN, holds_nothing, holds_plain, instance_dict, members, package
 
 GLOBAL = "global"
 MAX_DEPTH = 100  # hops from a root: only a linked list is that deep
@@ -133,8 +133,7 @@ class _Walker:
         while self._todo:
             place, thing = self._todo.popleft()
             for step, child in members(thing):
-                if type(child) not in PLAIN:
-                    self._member(place.step(step), child)
+                self._member(place, step, child)
 
     def globals(self) -> None:
         packages = frozenset(self._packages)  # of what the roots hold, not of what globals import in turn
@@ -144,19 +143,22 @@ class _Walker:
                 continue
             place = _Place(GLOBAL, f"{GLOBAL}:{name}", 0)
             for variable, value in sorted(instance_dict(module).items()):
-                kind = type(value)
-                if variable.startswith("__") or kind in PLAIN:
+                if variable.startswith("__"):
                     continue
-                if kind is FunctionType and holds_nothing(value):
-                    continue  # nearly all of them; its package is walked already if it is to be
-                if issubclass(kind, type) and package(value.__module__) in packages:
+                if issubclass(type(value), type) and package(value.__module__) in packages:
                     self._enqueue(place.step(f".{variable}"), value)
-                self._member(place.step(f".{variable}"), value)
+                self._member(place, f".{variable}", value)
 
-    def _member(self, place: _Place, thing: Any) -> None:
+    def _member(self, place: _Place, step: str, thing: Any) -> None:
         kind = type(thing)
-        if kind in PLAIN or (kind is tuple and all(type(item) in PLAIN for item in thing)):
+        if kind in PLAIN or holds_plain(thing, kind):
             return
+        if id(thing) in self._seen and not issubclass(kind, Tensor):
+            return
+        if kind is FunctionType and holds_nothing(thing):
+            self._note_package(thing.__module__)
+            return
+        place = place.step(step)  # a path costs more than all that: only now
         if issubclass(kind, Tensor):
             self._tensor(place, thing, "attribute")
         elif issubclass(kind, torch.UntypedStorage):
