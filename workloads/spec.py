@@ -75,9 +75,7 @@ class Backend:
     device: str = "cpu"  # cpu | cuda
     arch: str = "cpu"  # cpu | sm90 | sm100
     moe_kernel: str = "mega_moe"  # mega_moe | reference
-    moe_fallback: bool = (
-        True  # whether mega_moe may be its reference in plain torch on a GPU that has no such kernel
-    )
+    moe_fallback: bool = True  # whether mega_moe may be its reference in torch on a GPU without such a kernel
     communication: str = "gloo"  # gloo | nccl
     max_model_len: int = 8192
     max_batch_tokens: int = 8192  # tokens of one forward pass per data-parallel rank; sizes MegaMoE's buffer

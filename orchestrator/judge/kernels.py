@@ -12,10 +12,10 @@ from orchestrator.judge.diagnose import Cause
 from orchestrator.judge.findings import Ledger
 from orchestrator.judge.records import Reader, Record
 from orchestrator.judge.sentences import rank_list
+from workloads.kernels.mega_moe_hopper_sizes import FOLDS
 
 GATE = "gate:kernels"
 STEM = "kernels"
-FOLDED_OCTAVES = 26  # as in workloads.kernels.mega_moe_hopper_layout
 
 
 def outcomes(attempt: Attempt, arm: Arm, reader: Reader, ledger: Ledger) -> Iterator[tuple[str, Outcome]]:
@@ -101,8 +101,8 @@ def _kernels(records: Sequence[Record]) -> set[str]:
 def _folded(groups: int) -> Outcome:
     expected = "the kernel computes with exactly the checkpoint's weights"
     text = (
-        f"{groups:,} groups of 32 weights lie more than {FOLDED_OCTAVES} octaves below the largest of their row, and "
-        f"the kernel takes them as {FOLDED_OCTAVES} below"
+        f"{groups:,} groups of 32 weights lie more than {FOLDS} octaves below the largest of their row, and "
+        f"the kernel takes them as {FOLDS} below"
     )
     return Outcome("INCONCLUSIVE", expected, text, {"groups": groups}, caveat=text, required=False)
 

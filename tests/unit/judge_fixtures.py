@@ -290,6 +290,15 @@ def codes(result: Record) -> list[str]:
     return [finding["code"] for finding in result["findings"]]
 
 
+def primary(world: World, tmp_path: Path, code: str) -> Record:
+    """Judges, and returns the first finding, which must have `code` in a cell that FAILs."""
+    result = world.judge(tmp_path)
+    assert result["verdict"] == "FAIL"
+    assert codes(result)[0] == code, codes(result)
+    finding: Record = result["findings"][0]
+    return finding
+
+
 def _generations(checkpoint: str) -> list[Record]:
     seed = 7 if checkpoint == "new" else 3
     return [

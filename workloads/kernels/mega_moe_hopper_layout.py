@@ -26,10 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workloads.kernels.mega_moe_hopper_sizes import SCALE_BYTES, TILE, WEIGHT_BYTES, scale_bytes
+from workloads.kernels.mega_moe_hopper_sizes import FOLDS, SCALE_BYTES, TILE, WEIGHT_BYTES, scale_bytes
 
 GROUP = 32
-FOLDS = 26  # octaves below the row's largest exponent that the kernel tells apart
 SMALLEST_LARGEST = 27  # the row's scale, 2^(largest - 140), must be a normal float32
 
 _ROWS = (2, 4, 8)  # warpgroups, warps, g

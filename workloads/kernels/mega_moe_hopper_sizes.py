@@ -1,5 +1,6 @@
 """Sizes of MegaMoE on Hopper: what its calls and its layout take. Standard library only, so that a plan knows them."""
 
+FOLDS = 26  # octaves below the row's largest exponent that the kernel tells apart
 TILE = 128  # rows and columns of a tile of weights
 SCALE_BYTES = 512  # of the scales of 128 rows and 128 columns
 WEIGHT_BYTES = 8192  # of their packed weights
